@@ -1,0 +1,315 @@
+"""The file tier: one checksummed file for each chunk, written under a temporary name and published whole.
+
+    root/chunks/<first 2 hex>/<64 hex>.kv     published chunks, immutable
+    root/tmp/                                 writes under way; never read
+    root/damaged/                             files that failed a check, moved aside; never read again
+
+A write is a transaction: reserve, copy, validate, publish, release. Whatever fails, readers see the whole chunk or
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvstrata.contract.identity import ChunkIdentity
+from kvstrata.contract.layout import SegmentLayout
+from kvstrata.errors import ConfigurationError, DamagedError, Reason, StoreError
+from kvstrata.ports import Clock
+from kvstrata.tiers.chunk_file import ChunkFile, ReadReceipt
+from kvstrata.tiers.chunk_format import Header, payload_bytes
+from kvstrata.tiers.filesystem import FileSystem, OsFiles, storage_error, write_fully
+
+__all__ = [
+    "ChunkFile",
+    "FileSystem",
+    "FileTier",
+    "OsFiles",
+    "ReadReceipt",
+    "WriteOutcome",
+    "WriteReceipt",
+    "payload_bytes",
+]
+
+_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+_DAMAGED_KEPT = 16
+_PUBLISH_ATTEMPTS = 8
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+class WriteOutcome(StrEnum):
+    """How a write ended; each means that a verified replica of the chunk is now in the tier."""
+
+    WRITTEN = "written"
+    ALREADY_PRESENT = "already_present"
+    REPLACED = "replaced"
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReceipt:
+    """What a write did.
+
+    bytes: size of the file, padding included; 0 when nothing had to be written. payload_bytes: size of the rows.
+    checksum_seconds: hashing the source. write_seconds: reserving, copying and publishing. validate_seconds: reading
+    back.
+    """
+
+    outcome: WriteOutcome
+    bytes: int
+    payload_bytes: int
+    checksum_seconds: float
+    write_seconds: float
+    validate_seconds: float
+
+
+class FileTier:
+    """Chunks as files below `root`. Safe for several threads and several processes at once; every call blocks.
+
+    durable: a published chunk has reached the disk (fdatasync of the file, fsync of its directory) before `write`
+    returns. files: the system calls. read_only: refuse writes and never touch the directory. clock: for receipts.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        durable: bool = False,
+        files: FileSystem | None = None,
+        read_only: bool = False,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.root = root
+        self.durable = durable
+        self.read_only = read_only
+        self._files = files if files is not None else OsFiles()
+        self._clock = clock
+        self._serial = itertools.count()
+        self._revoked: set[bytes] = set()
+        self._lock = threading.Lock()
+
+    def path(self, chunk: bytes) -> Path:
+        """Where the file of `chunk` lies, whether it exists or not."""
+        name = chunk.hex()
+        return self.root / "chunks" / name[:2] / f"{name}.kv"
+
+    def has(self, chunk: bytes) -> bool:
+        """Whether a file of that name is published. A hit, not yet an arrival: `open` and `read_into` verify."""
+        return chunk not in self._revoked and self.path(chunk).is_file()
+
+    def list(self) -> Iterator[bytes]:
+        """Digests of all published chunks, in no particular order; a snapshot is not promised while others write."""
+        try:
+            shards = list(filter(Path.is_dir, (self.root / "chunks").iterdir()))
+        except FileNotFoundError:
+            return
+        for shard in shards:
+            for path in shard.iterdir():
+                if _NAME.fullmatch(path.name) and (chunk := bytes.fromhex(path.stem)) not in self._revoked:
+                    yield chunk
+
+    def open(self, chunk: bytes) -> ChunkFile:
+        """Parse and verify the header of `chunk`; the caller closes the file.
+
+        Errors: `DamagedError` with CHUNK_MISSING, CHUNK_TRUNCATED, CHUNK_DAMAGED, CHUNK_FOREIGN or CHUNK_FORMAT_NEWER;
+        `StoreError` with STORE_IO or STORE_READ_ONLY when the system refuses to read.
+        """
+        if chunk in self._revoked:
+            raise DamagedError(
+                Reason.CHUNK_MISSING,
+                f"chunk {chunk.hex()} was found damaged earlier and is not read again",
+                "its rows are recomputed from the tokens",
+                chunk=chunk.hex(),
+            )
+        return ChunkFile(self._files, self.path(chunk), chunk, self._clock)
+
+    def write(
+        self, identity: ChunkIdentity, layout: SegmentLayout, segments: Sequence[Sequence[memoryview]]
+    ) -> WriteReceipt:
+        """Store one chunk. `segments[layer]` are C-contiguous buffers that together hold `payload_bytes` of that layer.
+
+        The source must not change until the call returns. A valid replica of the same chunk and layout is verified and
+        kept. On any failure the temporary is removed and nothing becomes visible. Errors: `StoreError` with STORE_FULL,
+        STORE_READ_ONLY or STORE_IO; `ConfigurationError` for segments that do not fit identity and layout.
+        """
+        if self.read_only:
+            raise StoreError(
+                Reason.STORE_READ_ONLY,
+                f"the store at {self.root} is open for reading only",
+                "open a store that you may write to",
+            )
+        sources = _as_bytes(identity, layout, segments)
+        payload = len(sources) * payload_bytes(layout, len(identity.token_ids))
+        start = self._clock()
+        if self._occupant(identity.digest, layout) is WriteOutcome.ALREADY_PRESENT:
+            return WriteReceipt(WriteOutcome.ALREADY_PRESENT, 0, payload, 0.0, 0.0, self._clock() - start)
+        hashing = self._clock()
+        header = Header.of(identity, layout, sources)
+        copying = self._clock()
+        try:
+            temporary = self._create(identity.digest)
+            try:
+                self._copy(temporary, header, sources)
+                validating = self._clock()
+                self._validate(temporary, header)
+                publishing = self._clock()
+                outcome = self._publish(temporary, identity.digest, layout)
+            finally:
+                with contextlib.suppress(OSError):
+                    self._files.unlink(temporary)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise storage_error(error, f"writing chunk {identity.digest.hex()} to {self.root}") from error
+        with self._lock:
+            self._revoked.discard(identity.digest)
+        end = self._clock()
+        return WriteReceipt(
+            outcome,
+            header.file_bytes,
+            payload,
+            checksum_seconds=copying - hashing,
+            write_seconds=(validating - copying) + (end - publishing),
+            validate_seconds=publishing - validating,
+        )
+
+    def revoke(self, chunk: bytes) -> bool:
+        """Take a damaged chunk out of use; whether there was a file to take.
+
+        The file moves to `damaged/`, where the latest 16 are kept. Where it cannot be moved, this object remembers that
+        it must not be read. Either way it is no hit again until it is written anew.
+        """
+        path = self.path(chunk)
+        found = self.has(chunk)
+        with self._lock:
+            self._revoked.add(chunk)
+        if self.read_only or not found:
+            return found
+        aside = self.root / "damaged"
+        try:
+            self._files.makedirs(aside)
+            self._files.replace(path, aside / f"{path.stem}.{os.getpid()}-{next(self._serial)}")
+            self._trim(aside)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        with self._lock:
+            self._revoked.discard(chunk)
+        return True
+
+    def _create(self, chunk: bytes) -> Path:
+        self._files.makedirs(self.root / "tmp")
+        while True:
+            temporary = self.root / "tmp" / f"{chunk.hex()}.{os.getpid()}-{next(self._serial)}"
+            try:
+                self._files.close(self._files.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR))
+            except FileExistsError:
+                continue
+            return temporary
+
+    def _copy(self, temporary: Path, header: Header, sources: Sequence[Sequence[memoryview]]) -> None:
+        fd = self._files.open(temporary, os.O_RDWR)
+        try:
+            self._files.allocate(fd, header.file_bytes)
+            write_fully(self._files, fd, [memoryview(header.encode())], 0)
+            for entry, buffers in zip(header.segments, sources, strict=True):
+                write_fully(self._files, fd, buffers, entry.offset)
+            if self.durable:
+                self._files.fdatasync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _validate(self, temporary: Path, header: Header) -> None:
+        try:
+            with ChunkFile(self._files, temporary, header.identity.digest) as written:
+                same = written.header == header
+                scratch = memoryview(bytearray(written.segment_bytes))
+                for layer in range(written.layers):
+                    written.read_into(layer, [scratch])
+        except DamagedError as error:
+            raise StoreError(
+                Reason.STORE_IO,
+                f"what was written to {self.root} reads back otherwise: {error.cause}",
+                "nothing was published; check the disk and the memory, then try again",
+            ) from error
+        if not same:
+            raise StoreError(Reason.STORE_IO, f"the header written to {self.root} reads back otherwise")
+
+    def _publish(self, temporary: Path, chunk: bytes, layout: SegmentLayout) -> WriteOutcome:
+        final = self.path(chunk)
+        self._files.makedirs(final.parent)
+        outcome = WriteOutcome.WRITTEN
+        for _ in range(_PUBLISH_ATTEMPTS):
+            try:
+                self._files.link(temporary, final)
+                break
+            except FileExistsError:
+                outcome = self._occupant(chunk, layout)
+                if outcome is WriteOutcome.ALREADY_PRESENT:
+                    return outcome
+                if final.is_file():
+                    self._files.replace(temporary, final)
+                    break
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS:
+                    raise
+                self._files.replace(temporary, final)
+                break
+        else:
+            raise StoreError(Reason.STORE_IO, f"chunk {chunk.hex()} keeps changing in {self.root}", "try again")
+        if self.durable:
+            self._files.sync_directory(final.parent)
+            self._files.sync_directory(final.parent.parent)
+        return outcome
+
+    def _occupant(self, chunk: bytes, layout: SegmentLayout) -> WriteOutcome:
+        """What writing `chunk` would meet: nothing, a valid replica, or one to replace; damaged ones move aside."""
+        if not self.path(chunk).is_file():
+            return WriteOutcome.WRITTEN
+        try:
+            with self.open(chunk) as present:
+                present.verify_payload()
+                same = present.layout == layout
+        except DamagedError as error:
+            if error.reason is Reason.CHUNK_FORMAT_NEWER:
+                raise
+            self.revoke(chunk)
+            return WriteOutcome.REPLACED
+        return WriteOutcome.ALREADY_PRESENT if same else WriteOutcome.REPLACED
+
+    def _trim(self, aside: Path) -> None:
+        newest_first = sorted(aside.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in newest_first[_DAMAGED_KEPT:]:
+            self._files.unlink(path)
+
+
+def _as_bytes(
+    identity: ChunkIdentity, layout: SegmentLayout, segments: Sequence[Sequence[memoryview]]
+) -> list[list[memoryview]]:
+    if len(segments) != identity.context.abi.layers:
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT, f"segments has {len(segments)} layers, abi.layers={identity.context.abi.layers}"
+        )
+    if layout.chunk_tokens != identity.context.chunk_tokens:
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT,
+            f"layout.chunk_tokens={layout.chunk_tokens}, context.chunk_tokens={identity.context.chunk_tokens}",
+        )
+    wanted = payload_bytes(layout, len(identity.token_ids))
+    for layer, buffers in enumerate(segments):
+        found = sum(buffer.nbytes for buffer in buffers)
+        if found != wanted or not all(buffer.c_contiguous for buffer in buffers):
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT, f"segments[{layer}] must be {wanted} contiguous bytes, found {found} bytes"
+            )
+    return [[buffer.cast("B") for buffer in buffers] for buffers in segments]
