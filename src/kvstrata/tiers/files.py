@@ -26,6 +26,7 @@ from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import ConfigurationError, DamagedError, Reason, StoreError
 from kvstrata.ports import Clock
+from kvstrata.tiers.capacity import Capacity
 from kvstrata.tiers.chunk_file import ChunkFile, ReadReceipt
 from kvstrata.tiers.chunk_format import Header, payload_bytes
 from kvstrata.tiers.filesystem import FileSystem, OsFiles, storage_error, write_fully
@@ -76,7 +77,8 @@ class FileTier:
     """Chunks as files below `root`. Safe for several threads and several processes at once; every call blocks.
 
     durable: a published chunk has reached the disk (fdatasync of the file, fsync of its directory) before `write`
-    returns. files: the system calls. read_only: refuse writes and never touch the directory. clock: for receipts.
+    returns. files: the system calls. read_only: refuse writes and never touch the directory. max_bytes:
+    hard cap on all files below `root`, temporaries included, over all processes. clock: for receipts.
     """
 
     def __init__(
@@ -86,12 +88,14 @@ class FileTier:
         durable: bool = False,
         files: FileSystem | None = None,
         read_only: bool = False,
+        max_bytes: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self.root = root
         self.durable = durable
         self.read_only = read_only
         self._files = files if files is not None else OsFiles()
+        self._capacity = None if max_bytes is None else Capacity(root, max_bytes)
         self._clock = clock
         self._serial = itertools.count()
         self._revoked: set[bytes] = set()
@@ -220,7 +224,8 @@ class FileTier:
     def _copy(self, temporary: Path, header: Header, sources: Sequence[Sequence[memoryview]]) -> None:
         fd = self._files.open(temporary, os.O_RDWR)
         try:
-            self._files.allocate(fd, header.file_bytes)
+            with self._capacity.reserving(header.file_bytes) if self._capacity else contextlib.nullcontext():
+                self._files.allocate(fd, header.file_bytes)
             write_fully(self._files, fd, [memoryview(header.encode())], 0)
             for entry, buffers in zip(header.segments, sources, strict=True):
                 write_fully(self._files, fd, buffers, entry.offset)

@@ -67,12 +67,13 @@ class OsFiles:
         return os.fstat(fd).st_size
 
     def allocate(self, fd: int, length: int, /) -> None:
-        """Reserve `length` bytes, so that a full disk is known before the copy; a no-op where it is unsupported."""
+        """Give the file `length` bytes, so that a full disk is known before the copy where the file system can tell."""
         try:
             os.posix_fallocate(fd, 0, length)
         except OSError as error:
             if error.errno not in _NO_ALLOCATE:
                 raise
+            os.ftruncate(fd, length)
 
     def sync_directory(self, path: Path, /) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -125,8 +126,8 @@ def storage_error(error: OSError, doing: str) -> StoreError:
     if error.errno in _READ_ONLY:
         return StoreError(
             Reason.STORE_READ_ONLY,
-            f"not allowed to write while {doing}: {text}",
-            "check the owner and the mount options of the store's directory, or open it for reading only",
+            f"the system does not permit {doing}: {text}",
+            "check the owner, the mode and the mount options of the store's directory, or open it for reading only",
         )
     return StoreError(
         Reason.STORE_IO,

@@ -1,0 +1,159 @@
+"""A store: the directory in which chunks and sessions outlive the process.
+
+    store.json      marker and format
+    chunks/ tmp/ damaged/     the file tier (`kvstrata.tiers.files`)
+    sessions/       manifests (`kvstrata.sessions`)
+    lock, lock.collect        who uses it (`kvstrata.store.lock`)
+
+Any number of processes may open a store at once. Chunks are shared by everything that refers to them, and removed only
+by an opener that is alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvstrata.errors import Reason, StateError, StoreError
+from kvstrata.store.collection import (
+    CollectOutcome,
+    CollectResult,
+    StoreUsage,
+    measure,
+    remove_temporaries,
+    remove_unreferenced,
+)
+from kvstrata.store.lock import StoreLock
+from kvstrata.store.marker import prepare
+from kvstrata.store.verification import ChunkVerdict, verify_chunks
+from kvstrata.tiers.files import FileSystem, FileTier, OsFiles
+from kvstrata.tiers.filesystem import storage_error
+
+__all__ = ["Store"]
+
+
+class Store:
+    """The store at `path`, open until `close`.
+
+    create: make it when the path does not exist or is an empty directory. durable: see `FileTier`. read_only: `True`
+    never writes; `False` insists on writing; `None` writes where the system permits it, and `read_only` says which it
+    was. max_bytes: hard cap on the bytes below `path`. wait_s: longest wait for another process that deletes.
+
+    Attributes:
+        path: its directory.
+        tier: the `FileTier` of its chunks.
+        read_only: whether writes are refused.
+        files: the system calls in use.
+
+    Errors: `StoreError` with STORE_MISSING, STORE_NOT_A_DIRECTORY, STORE_FOREIGN, STORE_FORMAT_NEWER, STORE_READ_ONLY,
+    STORE_BUSY, STORE_FULL or STORE_IO.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = True,
+        durable: bool = False,
+        read_only: bool | None = None,
+        max_bytes: int | None = None,
+        files: FileSystem | None = None,
+        wait_s: float = 10.0,
+    ) -> None:
+        self.path = Path(path).expanduser()
+        self.files: FileSystem = files if files is not None else OsFiles()
+        prepare(self.path, create=create and not read_only, files=self.files)
+        self.read_only = read_only is True or not self._may_write(insist=read_only is False)
+        try:
+            self._lock: StoreLock | None = StoreLock(self.path, create=not self.read_only)
+        except OSError as error:
+            raise storage_error(error, f"locking the store {self.path}") from error
+        try:
+            self._lock.share(wait_s)
+            if not self.read_only:
+                with self._lock.exclusive() as alone:
+                    if alone:
+                        remove_temporaries(self.path, self.files)
+        except BaseException:
+            self._lock.close()
+            raise
+        self.tier = FileTier(
+            self.path, durable=durable, files=self.files, read_only=self.read_only, max_bytes=max_bytes
+        )
+
+    def usage(self) -> StoreUsage:
+        """Count chunks, sessions, snapshots, damaged and temporary files, with their bytes; blocks."""
+        self._open_lock()
+        return measure(self.path)
+
+    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Iterator[ChunkVerdict]:
+        """Read every chunk and yield a verdict for each; calls `progress(done, total)` in chunks. Changes nothing."""
+        self._open_lock()
+        return verify_chunks(self.tier, progress)
+
+    def collect(self, keep: Collection[bytes] | Callable[[], Collection[bytes]]) -> CollectResult:
+        """Remove the chunks that are not in `keep`, and stale temporaries, if nobody else has the store open.
+
+        A callable `keep` is asked while the store is held alone, so that nothing can be saved between the question and
+        the removal; what it raises passes through, with nothing removed. Does not wait. Errors: `StoreError`.
+        """
+        lock = self._open_lock()
+        if self.read_only:
+            return CollectResult(
+                CollectOutcome.READ_ONLY, reason=Reason.STORE_READ_ONLY, detail=f"{self.path} is open for reading only"
+            )
+        with lock.exclusive() as alone:
+            if not alone:
+                detail = f"{self.path} is also open in {lock.describe_holders()}"
+                return CollectResult(CollectOutcome.BUSY, reason=Reason.STORE_BUSY, detail=detail)
+            wanted = frozenset(keep() if callable(keep) else keep)
+            chunks, chunk_bytes = remove_unreferenced(self.tier, wanted, self.files)
+            temporaries, temporary_bytes = remove_temporaries(self.path, self.files)
+        return CollectResult(CollectOutcome.DONE, chunks, temporaries, chunk_bytes + temporary_bytes)
+
+    def require_writable(self) -> None:
+        """Errors: `StoreError` with STORE_READ_ONLY when writes are refused, `StateError` after `close`."""
+        self._open_lock()
+        if self.read_only:
+            raise StoreError(
+                Reason.STORE_READ_ONLY,
+                f"the store at {self.path} is open for reading only",
+                "check the owner and the mount options of the directory, or name another store",
+            )
+
+    def close(self) -> None:
+        """Let go of the store. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_lock(self) -> StoreLock:
+        if self._lock is None:
+            raise StateError(Reason.CLOSED, f"the store at {self.path} is closed", "open it again")
+        return self._lock
+
+    def _may_write(self, *, insist: bool) -> bool:
+        probe = self.path / "tmp" / f"probe.{os.getpid()}"
+        try:
+            self.files.makedirs(probe.parent)
+            self.files.close(self.files.open(probe, os.O_CREAT | os.O_RDWR))
+            with contextlib.suppress(FileNotFoundError):
+                self.files.unlink(probe)
+        except OSError as error:
+            refusal = storage_error(error, f"writing to the store {self.path}")
+            if insist:
+                raise refusal from error
+            return refusal.reason is not Reason.STORE_READ_ONLY
+        return True
