@@ -1,0 +1,1 @@
+"""What things are: frozen records without tensors or I/O."""

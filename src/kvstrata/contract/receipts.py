@@ -1,0 +1,128 @@
+"""What was done, and what it cost: immutable records. Bytes are bytes, times are seconds unless a name ends in `_ms`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvstrata.contract.identity import FieldDifference
+from kvstrata.errors import Reason
+
+__all__ = ["Ledger", "Recompute", "RestoreReceipt", "SaveReceipt", "StepReceipt", "TierTraffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Rows computed again because their bytes could not be used: from which position, how many, and why."""
+
+    start: int
+    tokens: int
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReceipt:
+    """One forward step of one request.
+
+    start, rows: positions computed. visible: positions that entered attention (all of them: the answer is exact).
+    resident_bytes: K/V read where it already was. moved_bytes: K/V brought from files. moved_segments: how many pieces.
+    stall_s: time the model waited for bytes or for slots. read_s: service time of the readers. sealed: chunks sealed.
+    """
+
+    start: int
+    rows: int
+    visible: int
+    resident_bytes: int
+    moved_bytes: int
+    moved_segments: int
+    stall_s: float
+    read_s: float
+    sealed: int
+    contract: str = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReceipt:
+    """A saved session. written_bytes are new to the store; shared_bytes were there already."""
+
+    name: str
+    sequence: int
+    frontier: int
+    chunks: int
+    written_bytes: int
+    shared_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReceipt:
+    """A restored session, whole, in part or not at all.
+
+    stored_tokens: tokens of the snapshot. restored_tokens: rows that are usable now. wanted_tokens: rows asked for.
+    reason: why fewer rows than wanted came back, or `None`; detail tells it in words; difference names the first field
+    that differs when the snapshot belongs to another context.
+    """
+
+    name: str
+    sequence: int
+    stored_tokens: int
+    wanted_tokens: int
+    restored_tokens: int
+    read_bytes: int
+    seconds: float
+    reason: Reason | None = None
+    detail: str = ""
+    difference: FieldDifference | None = None
+
+    @property
+    def hit(self) -> bool:
+        """Whether every row asked for came back."""
+        return self.reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """Bytes asked of one tier, bytes it moved, and bytes of the request that were in faster memory already."""
+
+    requested_bytes: int = 0
+    moved_bytes: int = 0
+    resident_hit_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Every byte and second of one run.
+
+    logical_bytes: rows of the history, once. device_bytes, peak_device_bytes: slots in use now and at most, tail,
+    staging and workspace included. host_bytes: memory tiers other than the device's. file_bytes: chunks of the history in
+    files. staging_bytes: most bytes reserved for segments on their way. workspace_bytes: kernel scratch. metadata_bytes:
+    headers and manifests. fragmented_bytes: slot bytes that hold no row. duplicate_bytes: rows both in memory and in files.
+    """
+
+    logical_bytes: int
+    budget_bytes: int
+    device_bytes: int
+    peak_device_bytes: int
+    host_bytes: int
+    file_bytes: int
+    staging_bytes: int
+    workspace_bytes: int
+    metadata_bytes: int
+    fragmented_bytes: int
+    duplicate_bytes: int
+    peak_over_logical: float
+    traffic: dict[str, TierTraffic]
+    save_s: float
+    load_s: float
+    exposed_stall_s: float
+    publish_cpu_s: float
+    publish_checksum_write_s: float
+    tokens_computed: int
+    tokens_recomputed: int
+    tokens_restored: int
+    recomputes: tuple[Recompute, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)

@@ -1,0 +1,1 @@
+"""What things cost: pure arithmetic and pure decisions."""

@@ -1,0 +1,125 @@
+"""`attach`: from a model, a store and a budget to a `Memory`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvstrata.contract.identity import ModelIdentity, Namespace
+from kvstrata.contract.layout import SegmentLayout
+from kvstrata.cost.residency import required_slots
+from kvstrata.engines.transformers.context import chunk_context, segment_layout, weights_identity
+from kvstrata.engines.transformers.loading import LoadedModel
+from kvstrata.engines.transformers.memory import Memory
+from kvstrata.errors import BudgetError, ConfigurationError, Reason
+from kvstrata.kernels.decode import DecodeAttention
+from kvstrata.kernels.prefill import prefill_workspace_bytes
+from kvstrata.store.store import Store
+
+__all__ = ["attach", "parse_bytes"]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def attach(
+    model: Any,
+    store: Store | str | os.PathLike[str],
+    *,
+    budget: int | str | None = None,
+    model_id: str | None = None,
+    adapters: Sequence[str] | None = None,
+    tenant: str = "default",
+    salt: str = "",
+    chunk_tokens: int = 256,
+    prefill_chunk: int = 512,
+    readers: int = 1,
+    threads: int | None = None,
+    kernel_level: str | None = None,
+) -> Memory:
+    """Let `model` keep its K/V history in layered memory for the length of a `with` block. Exact.
+
+    model: a Transformers model or what `load_model` returned. store: an open `Store`, or a directory that is opened (and
+    made if it is not there) for the block. budget: bytes of fast memory for arena, staging and workspace, as a number or
+    like `"64MiB"`; `None` takes what the model's whole context needs. model_id: the caller's own name for the weights;
+    without it a digest of the artefact, or of the live weights. adapters: names of loaded adapters, in order. tenant, salt:
+    nothing is shared across either. chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows a forward
+    step computes at once. readers: threads that read files. threads: threads of the kernels (default: PyTorch's).
+    kernel_level: a native level, or `torch`; default the best one built.
+
+    Nothing is computed or reserved for good before the block is entered. Errors: `UnsupportedError` for a model that
+    cannot be served exactly, `BudgetError` with the bytes that would do, `StoreError`, `ConfigurationError`.
+    """
+    loaded = model if isinstance(model, LoadedModel) else None
+    module = loaded.model if loaded is not None else model
+    if prefill_chunk < 1 or readers < 1:
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT, f"prefill_chunk={prefill_chunk} and readers={readers} must be at least 1"
+        )
+    layout = segment_layout(module, chunk_tokens)
+    if model_id is not None:
+        identity = ModelIdentity(f"id:{model_id}")
+    else:
+        identity = loaded.identity if loaded is not None else weights_identity(module)
+    context = chunk_context(module, identity, Namespace(tenant, salt), chunk_tokens, adapters)
+    limit = int(getattr(module.config, "max_position_embeddings", 0) or 4096)
+    prefill_chunk = min(prefill_chunk, limit)
+    workspace = prefill_workspace_bytes(layout, prefill_chunk)
+    stride = -(-layout.segment_bytes // 4096) * 4096
+    slots, total = _slots(layout, context.abi.layers, limit, prefill_chunk, stride, workspace, budget)
+    owns = not isinstance(store, Store)
+    opened = store if isinstance(store, Store) else Store(store)
+    return Memory(
+        module,
+        opened,
+        context,
+        layout,
+        budget=total,
+        slots=slots,
+        workspace=torch.empty(workspace, dtype=torch.uint8, device=module.device),
+        kernel=DecodeAttention(layout, threads=threads, level=kernel_level),
+        prefill_chunk=prefill_chunk,
+        readers=readers,
+        owns_store=owns,
+    )
+
+
+def parse_bytes(value: int | str, field: str = "budget") -> int:
+    """Bytes from a number or from text like `64MiB`, `1.5GB`. Errors: `ConfigurationError` naming field and value."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT,
+            f"{field}={value!r} is not a positive number of bytes",
+            'write it like 67108864 or "64MiB"',
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _slots(
+    layout: SegmentLayout, layers: int, limit: int, rows: int, stride: int, workspace: int, budget: int | str | None
+) -> tuple[int, int]:
+    """(slots, budget in bytes). Without a budget: the whole context, and the open tail of a prefill step."""
+    tail = -(-rows // layout.chunk_tokens) + 1
+    if budget is None:
+        slots = (layout.segments(limit) + tail) * layers
+        return slots, slots * stride + workspace
+    total = parse_bytes(budget)
+    slots = (total - workspace) // stride
+    least = required_slots(layers, 1, 1)
+    if slots < least:
+        need = least * stride + workspace
+        raise BudgetError(
+            Reason.BUDGET_TOO_SMALL,
+            f"budget={total} bytes is less than the {need} that one open chunk in {layers} layers and the workspace "
+            f"({workspace} bytes) take",
+            f"pass budget={need} or more, or a smaller prefill_chunk or chunk_tokens",
+            required_bytes=need,
+        )
+    return slots, total

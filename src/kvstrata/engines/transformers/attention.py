@@ -1,0 +1,51 @@
+"""The attention function that Transformers calls during a step, registered only while a model is attached."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from kvstrata.errors import Reason, StateError
+
+__all__ = ["NAME", "register", "unregister"]
+
+NAME = "kvstrata"
+
+_users = 0
+_lock = threading.Lock()
+
+
+def register() -> None:
+    """Enter the function into Transformers' registries; counts its users."""
+    global _users
+    with _lock:
+        _users += 1
+        AttentionInterface.register(NAME, _attend)
+        AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def unregister() -> None:
+    """Take it out again with its last user."""
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    request = getattr(key, "kvstrata_request", None)
+    if request is None:
+        raise StateError(Reason.NOT_COMMITTED, "rows reached the attention function without passing through a request")
+    return request.attend(module.layer_idx, query, key, value, kwargs["scaling"]), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """No mask is built: a step is checked to be one unpadded sequence, and the kernels are causal by themselves."""

@@ -1,0 +1,293 @@
+"""A model attached to layered memory: where requests are made, saved and restored."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvstrata.contract.identity import ChunkContext
+from kvstrata.contract.layout import SegmentLayout
+from kvstrata.contract.receipts import Ledger, RestoreReceipt, SaveReceipt
+from kvstrata.contract.states import FileReplicaState
+from kvstrata.engines.transformers import attention
+from kvstrata.engines.transformers.cache import RequestCache
+from kvstrata.engines.transformers.request import Request
+from kvstrata.errors import BudgetError, ConfigurationError, Reason, StateError
+from kvstrata.kernels.decode import DecodeAttention
+from kvstrata.placement.layer_ahead import LayerAhead
+from kvstrata.ports import Clock
+from kvstrata.runtime.ledger import LedgerBook
+from kvstrata.sessions.persistence import restore_session, save_session
+from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.store.history import History
+from kvstrata.store.promotion import Promoter
+from kvstrata.store.publication import Publisher
+from kvstrata.store.store import Store
+from kvstrata.tiers.device import open_backing
+from kvstrata.tiers.memory import MemoryArena
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """Returned by `kvstrata.attach`; a context manager. Not for use by several threads at once."""
+
+    def __init__(
+        self,
+        model: Any,
+        store: Store,
+        context: ChunkContext,
+        layout: SegmentLayout,
+        *,
+        budget: int,
+        slots: int,
+        workspace: torch.Tensor,
+        kernel: DecodeAttention,
+        prefill_chunk: int,
+        readers: int,
+        clock: Clock = time.perf_counter,
+        owns_store: bool = False,
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.context = context
+        self.layout = layout
+        self.kernel = kernel
+        self.workspace = workspace
+        self.prefill_chunk = prefill_chunk
+        self.budget = budget
+        self.device = model.device
+        self.max_positions: int | None = getattr(model.config, "max_position_embeddings", None)
+        self._readers = readers
+        self._clock = clock
+        self._owns_store = owns_store
+        self._requests: list[Request] = []
+        self._active: Request | None = None
+        self._original: Callable[..., Any] | None = None
+        self._implementation: str | None = None
+        self._backing = open_backing(layout.segment_bytes, slots, self.device)
+        self.arena = MemoryArena(layout.segment_bytes, self._backing)
+        self.directory = Directory(self.arena, context.abi.layers)
+        self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace.numel())
+        self._publisher = Publisher(self.directory, store.tier, layout, clock) if not store.read_only else None
+        self._promoter: Promoter | None = None
+        self.quiet_kwargs: dict[str, Any] = {}
+
+    def __enter__(self) -> Memory:
+        if "forward" in vars(self.model):
+            raise StateError(
+                Reason.ALREADY_ATTACHED, "the model's forward is replaced already", "leave the other `with` block first"
+            )
+        original = self.model.forward
+        accepted = inspect.signature(original).parameters
+        self.quiet_kwargs = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        names = list(accepted)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            kwargs.update(zip(names, args, strict=False))
+            cache = kwargs.get("past_key_values")
+            if not isinstance(cache, RequestCache):
+                return original(**kwargs)
+            return cache.request.forward(original, kwargs.pop("input_ids", None), kwargs)
+
+        attention.register()
+        self._original = original
+        self._implementation = self.model.config._attn_implementation
+        self.model.forward = forward
+        self._promoter = Promoter(self.directory, self.store.tier, self.layout, self._readers, self._clock)
+        if self._publisher is not None:
+            self._publisher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Detach: end the threads after what they are doing, free the arena, leave the model as it was."""
+        if self._original is None:
+            return
+        self._original = None
+        del self.model.forward
+        attention.unregister()
+        for request in self._requests:
+            request.close()
+        try:
+            if self._publisher is not None:
+                self._publisher.stop()
+        finally:
+            if self._promoter is not None:
+                self._promoter.close()
+            self.arena.close()
+            if self._owns_store:
+                self.store.close()
+
+    def request(self) -> Request:
+        """A new, empty request. Several may be open; they share the budget."""
+        promoter = self._attached()
+        history = History(self.directory, self.context)
+        plan = LayerAhead(
+            history, self.layout, self._backing.segment, promoter, self._publisher, self._budget_for, clock=self._clock
+        )
+        request = Request(self, history, plan)
+        self._requests.append(request)
+        return request
+
+    def generate_kwargs(self, request: Request | None = None) -> dict[str, Any]:
+        """Keyword arguments for `model.generate`: those of `request`, or of a new request that becomes `latest`."""
+        return (request or self.request()).generate_kwargs()
+
+    @property
+    def latest(self) -> Request:
+        """The request made last. Errors: `StateError` when there is none."""
+        if not self._requests:
+            raise StateError(
+                Reason.NOT_COMMITTED, "no request has been made", "call generate_kwargs() or request() first"
+            )
+        return self._requests[-1]
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        request: Request | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Request:
+        """Compute all but the last of `token_ids` in slices; `generate` then computes the last and goes on.
+
+        request: one to continue; its rows must be a prefix of `token_ids`. progress: called with (tokens done, tokens
+        in all) after every slice. Refuses a budget that the finished prompt would not fit before anything is computed.
+        """
+        inner = self._inner()
+        request = request or self.request()
+        ids = [int(token) for token in token_ids]
+        if not ids:
+            raise ConfigurationError(Reason.EMPTY_PROMPT, "the prompt has no tokens", "pass at least one token")
+        if self.max_positions is not None and len(ids) > self.max_positions:
+            raise ConfigurationError(
+                Reason.CONTEXT_EXCEEDED,
+                f"{len(ids)} tokens are more than the model's context of {self.max_positions}",
+                "shorten the prompt, or use a model with a longer context",
+            )
+        if request.history.token_ids != ids[: request.frontier]:
+            raise ConfigurationError(
+                Reason.TOKENS_DIFFER, "the request's rows belong to other tokens than the prompt's"
+            )
+        self.log.require_fits(len(ids), self.prefill_chunk, self._budget_for)
+        total = len(ids) - 1
+        for _, stop in self.slices(request.frontier, max(0, total - request.frontier)):
+            request.replay(inner, ids[request.frontier : stop])
+            if progress is not None:
+                progress(stop, total)
+        return request
+
+    def save(self, name: str, request: Request | None = None) -> SaveReceipt:
+        """Store a request's committed rows under `name` as a new immutable snapshot. Blocks until they are written.
+
+        Errors: `StoreError` when the store is full or read-only, `SessionError` for a name that is not legal.
+        """
+        self._attached()
+        request = request or self.latest
+        request._require_open()
+        receipt = save_session(request.history, self._publisher, self.store, self.layout, name, self._clock)
+        self.log.saved(receipt)
+        return receipt
+
+    def restore(
+        self, name: str, token_ids: Sequence[int] | None = None, *, sequence: int | None = None
+    ) -> tuple[Request, RestoreReceipt]:
+        """A new request with the rows of a saved session, and what came back.
+
+        token_ids: the prompt that will be continued; rows are restored as far as it agrees with the snapshot, and its
+        last token is always left to compute. Without it, all rows of the snapshot. Headers are verified now, rows when
+        they are read; what cannot be used is recomputed and named in the receipt.
+        Errors: `SessionError` when there is no such session or its manifest is damaged.
+        """
+        self._attached()
+        request = self.request()
+        wanted = None if token_ids is None else [int(token) for token in token_ids]
+        receipt = restore_session(request.history, self.store, self.layout, name, wanted, sequence, self._clock)
+        self.log.restored(receipt)
+        return request, receipt
+
+    def ledger(self) -> Ledger:
+        """Every byte and second so far, over all open requests."""
+        totals = self._publisher.totals if self._publisher is not None else None
+        histories = [request.history for request in self._requests if not request.closed]
+        staged = max((request.plan.staged_peak for request in self._requests), default=0)
+        recomputes = tuple(item for request in self._requests for item in request.recomputes)
+        return self.log.ledger(histories, staged, totals, recomputes)
+
+    def slices(
+        self, start: int, rows: int, *, last_alone: bool = False, whole: bool = False
+    ) -> Iterator[tuple[int, int]]:
+        """Bounds of the forward steps for `rows` rows from `start`: cut at multiples of `prefill_chunk`."""
+        stop = start + rows
+        if whole:
+            yield start, stop
+            return
+        end = stop - 1 if last_alone and rows > 1 else stop
+        while start < end:
+            following = min(end, (start // self.prefill_chunk + 1) * self.prefill_chunk)
+            yield start, following
+            start = following
+        if end < stop:
+            yield end, stop
+
+    def activate(self, request: Request, rows: int) -> None:
+        """Give `request` the memory it needs for a step of `rows` rows, taking it from other requests if it must."""
+        if self._active is not request:
+            request.plan.dirty = True
+            self._active = request
+        try:
+            request.plan.begin_step(rows)
+        except BudgetError:
+            others = [other for other in self._requests if other is not request and not other.closed]
+            if not others:
+                raise
+            for other in others:
+                other.plan.yield_memory()
+            request.plan.begin_step(rows)
+
+    def publish(self, record: ChunkRecord) -> None:
+        """Queue a sealed chunk for the file tier."""
+        if self._publisher is not None and record.file is not FileReplicaState.PUBLISHED:
+            self._publisher.submit(record)
+
+    def revoke(self, record: ChunkRecord) -> None:
+        """Take a chunk's damaged file replica out of use."""
+        promoter = self._attached()
+        promoter.files.forget(record.digest)
+        self.store.tier.revoke(record.digest)
+        if record.file is FileReplicaState.PUBLISHED:
+            self.directory.mark(record, FileReplicaState.REVOKED)
+
+    @contextlib.contextmanager
+    def engaged(self) -> Iterator[None]:
+        """For one step, let the model call the registered attention function instead of its own."""
+        self.model.config._attn_implementation = attention.NAME
+        try:
+            yield
+        finally:
+            self.model.config._attn_implementation = self._implementation
+
+    def _budget_for(self, slots: int) -> int:
+        return slots * self._backing.stride + self.workspace.numel()
+
+    def _attached(self) -> Promoter:
+        if self._original is None or self._promoter is None:
+            raise StateError(Reason.CLOSED, "the memory is not attached", "use it inside its `with` block")
+        return self._promoter
+
+    def _inner(self) -> Callable[..., Any]:
+        if self._original is None:
+            raise StateError(Reason.CLOSED, "the memory is not attached", "use it inside its `with` block")
+        return self._original

@@ -1,0 +1,1 @@
+"""Where attention runs: plans that drive the steps of a request."""

@@ -1,0 +1,1 @@
+"""The running state above single requests: accounts, and later who goes first."""

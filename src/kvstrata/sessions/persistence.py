@@ -1,0 +1,183 @@
+"""A request's rows go to a named snapshot and come back: only whole, verified, and of the same identity.
+
+Sealed chunks are shared by every snapshot that contains them. The open tail is stored as a short chunk of its own; the
+request keeps writing to its copy, the stored one never changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvstrata.contract.identity import ChunkContext, ChunkIdentity, first_difference
+from kvstrata.contract.layout import SegmentLayout
+from kvstrata.contract.receipts import RestoreReceipt, SaveReceipt
+from kvstrata.contract.states import FileReplicaState
+from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError, StoreError
+from kvstrata.ports import Clock
+from kvstrata.sessions.names import check_name
+from kvstrata.sessions.session_store import SessionStore
+from kvstrata.sessions.snapshots import Snapshot
+from kvstrata.store.buffers import sealed_pages, used_pages
+from kvstrata.store.history import History
+from kvstrata.store.publication import Publisher
+from kvstrata.store.store import Store
+from kvstrata.tiers.files import WriteOutcome, payload_bytes
+
+__all__ = ["restore_session", "save_session"]
+
+
+def save_session(
+    history: History,
+    publisher: Publisher | None,
+    store: Store,
+    layout: SegmentLayout,
+    name: str,
+    clock: Clock = time.perf_counter,
+) -> SaveReceipt:
+    """Store the committed rows of `history` under `name`. Blocks until every chunk is published.
+
+    Errors: `StoreError` when a chunk cannot be written (nothing becomes visible under the name then), `SessionError` for
+    a name that is not legal, `StateError` for an empty history or one whose rows have no token ids.
+    """
+    start = clock()
+    store.require_writable()
+    sessions = SessionStore(store)
+    check_name(name)
+    if not history.frontier:
+        raise StateError(Reason.NOT_COMMITTED, "there are no committed rows to save", "run a forward step first")
+    if not history.named or publisher is None:
+        raise StateError(Reason.NOT_COMMITTED, "rows computed from embeddings have no token ids and cannot be saved")
+    before = publisher.totals
+    for record in history.chunks:
+        if record.file is not FileReplicaState.PUBLISHED:
+            publisher.submit(record)
+    for record in history.chunks:
+        publisher.wait(record)
+        if record.file is not FileReplicaState.PUBLISHED:
+            raise record.failure or StoreError(Reason.STORE_IO, f"chunk {record.digest.hex()[:16]} was not written")
+    chunks = [record.digest for record in history.chunks]
+    written = publisher.totals.written_bytes - before.written_bytes
+    tail = history.tail_identity()
+    if tail is not None:
+        backing = history.directory.arena.backing
+        segments = [
+            sealed_pages(backing.readable(grant.slot), layout, len(tail.token_ids)) for grant in history.tail[0].grants
+        ]
+        receipt = store.tier.write(tail, layout, segments)
+        chunks.append(tail.digest)
+        written += 0 if receipt.outcome is WriteOutcome.ALREADY_PRESENT else receipt.payload_bytes
+    snapshot = sessions.save(name, history.context, history.token_ids, chunks)
+    total = history.directory.layers * (
+        len(history.chunks) * layout.segment_bytes + (payload_bytes(layout, len(tail.token_ids)) if tail else 0)
+    )
+    return SaveReceipt(
+        name, snapshot.sequence, history.frontier, len(chunks), written, max(0, total - written), clock() - start
+    )
+
+
+def restore_session(
+    history: History,
+    store: Store,
+    layout: SegmentLayout,
+    name: str,
+    token_ids: Sequence[int] | None,
+    sequence: int | None = None,
+    clock: Clock = time.perf_counter,
+) -> RestoreReceipt:
+    """Give the empty `history` the rows of a snapshot, as far as they can be used.
+
+    token_ids: see `Memory.restore`. Opens and verifies the header of every chunk; full chunks stay in files until a step
+    reads them, rows of the open tail are read now. Blocks. Errors: `SessionError` for an unknown name or a damaged
+    manifest, `BudgetError` when the tail does not fit.
+    """
+    start = clock()
+    snapshot = SessionStore(store).load(name, history.context.namespace.tenant, sequence)
+    stored = snapshot.token_ids
+    wanted = len(stored) if token_ids is None else max(0, min(len(stored), len(token_ids) - 1))
+    difference = first_difference(snapshot.context, history.context)
+    reason: Reason | None = None
+    detail, read = "", 0
+    if difference is not None:
+        reason, detail = Reason.CONTEXT_DIFFERS, str(difference)
+    else:
+        usable = wanted if token_ids is None else _agreeing(stored, token_ids, wanted)
+        if usable < wanted:
+            reason = Reason.TOKENS_DIFFER
+            detail = f"token {usable}: stored {stored[usable]}, wanted {token_ids[usable] if token_ids else '-'}"
+        try:
+            read = _load(history, store, layout, snapshot, usable)
+        except (DamagedError, ConfigurationError) as error:
+            reason, detail = error.reason, error.cause
+            if isinstance(error, DamagedError) and error.chunk and not store.read_only:
+                store.tier.revoke(bytes.fromhex(error.chunk))
+    return RestoreReceipt(
+        name=name,
+        sequence=snapshot.sequence,
+        stored_tokens=len(stored),
+        wanted_tokens=wanted,
+        restored_tokens=history.frontier,
+        read_bytes=read,
+        seconds=clock() - start,
+        reason=reason,
+        detail=detail,
+        difference=difference,
+    )
+
+
+def _agreeing(stored: Sequence[int], token_ids: Sequence[int], limit: int) -> int:
+    if list(stored[:limit]) == list(token_ids[:limit]):
+        return limit
+    return next(i for i in range(limit) if stored[i] != token_ids[i])
+
+
+def _load(history: History, store: Store, layout: SegmentLayout, snapshot: Snapshot, usable: int) -> int:
+    """Take `usable` rows over, stopping at the first chunk that cannot be used; returns the bytes read."""
+    size, parent = history.context.chunk_tokens, b""
+    for index, digest in enumerate(snapshot.chunks):
+        first = index * size
+        if first >= usable:
+            break
+        identity = ChunkIdentity(history.context, parent, first, tuple(snapshot.token_ids[first : first + size]))
+        with store.tier.open(digest) as file:
+            _require_same(file.identity, identity, history.context)
+            if file.layout != layout or file.layers != history.directory.layers:
+                raise DamagedError(
+                    Reason.CHUNK_FOREIGN, f"chunk {digest.hex()[:16]} is stored in another layout", chunk=digest.hex()
+                )
+            if usable - first < size or len(identity.token_ids) < size:
+                rows = min(usable, first + len(identity.token_ids)) - first
+                if not history.extend_tail(rows):
+                    need = history.directory.layers * layout.segment_bytes
+                    raise BudgetError(
+                        Reason.BUDGET_TOO_SMALL,
+                        f"the open tail of the session needs {need} bytes of free memory",
+                        "pass a larger budget, or close other requests",
+                        required_bytes=need,
+                    )
+                backing = history.directory.arena.backing
+                read = 0
+                for layer, grant in enumerate(history.tail[0].grants):
+                    buffers = used_pages(backing.writable(grant.slot), layout, file.tokens)
+                    read += file.read_into(layer, buffers)
+                    backing.flush(grant.slot)
+                history.commit(rows, snapshot.token_ids[first : first + rows])
+                return read
+        history.append_stored(identity)
+        parent = digest
+    return 0
+
+
+def _require_same(found: ChunkIdentity, expected: ChunkIdentity, context: ChunkContext) -> None:
+    """A digest that agrees is not enough: context, place and token ids are compared one by one."""
+    if found.context != context or found.parent != expected.parent or found.start != expected.start:
+        raise DamagedError(
+            Reason.CHUNK_FOREIGN,
+            f"chunk {found.digest.hex()[:16]} belongs to another history: "
+            f"{first_difference(found.context, context) or 'another place or parent'}",
+            chunk=found.digest.hex(),
+        )
+    if found.token_ids != expected.token_ids:
+        raise DamagedError(
+            Reason.TOKENS_DIFFER, f"chunk {found.digest.hex()[:16]} holds other tokens", chunk=found.digest.hex()
+        )

@@ -1,0 +1,159 @@
+"""The rows of one request: sealed chunks, then an open tail.
+
+Tail rows are mutable and not yet history. When the frontier passes a chunk boundary in all layers, the chunk is sealed: it
+gets its name and never changes again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstrata.contract.identity import ChunkContext, ChunkIdentity
+from kvstrata.errors import Reason, StateError
+from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.tiers.memory import Grant
+
+__all__ = ["History", "TailChunk"]
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class TailChunk:
+    """Slots of one open chunk, one per layer, published to kernels under `owner` but to nobody else."""
+
+    index: int
+    owner: tuple[str, int, int]
+    grants: tuple[Grant, ...]
+
+
+class History:
+    """Committed rows of one request and the slots that hold its open tail. Used by one thread.
+
+    token_ids: ids of all committed rows, or shorter than `frontier` once rows without ids came in (`named` is False then,
+    and nothing is sealed any more). chunks: sealed chunks in order. tail: open chunks in order.
+    """
+
+    def __init__(self, directory: Directory, context: ChunkContext) -> None:
+        self.directory = directory
+        self.context = context
+        self.frontier = 0
+        self.token_ids: list[int] = []
+        self.named = True
+        self.chunks: list[ChunkRecord] = []
+        self.tail: list[TailChunk] = []
+        self.version = 0
+        self._number = next(_numbers)
+
+    @property
+    def sealed(self) -> int:
+        """Tokens in sealed chunks."""
+        return len(self.chunks) * self.context.chunk_tokens
+
+    def tail_chunks_for(self, rows: int) -> int:
+        """Open chunks that are needed once `rows` more rows have come."""
+        return max(0, -(-(self.frontier + rows) // self.context.chunk_tokens) - len(self.chunks))
+
+    def extend_tail(self, rows: int) -> bool:
+        """Reserve slots for `rows` more rows; False, and nothing reserved, when the arena has too few free ones."""
+        arena, layers = self.directory.arena, self.directory.layers
+        missing = self.tail_chunks_for(rows) - len(self.tail)
+        if missing * layers > arena.free_slots:
+            return False
+        for _ in range(missing):
+            index = len(self.chunks) + len(self.tail)
+            owner = ("tail", self._number, index)
+            grants = []
+            for _layer in range(layers):
+                grant = arena.reserve(owner)
+                if grant is None:
+                    raise StateError(Reason.NOT_COMMITTED, "free slots went away while the tail was extended")
+                arena.publish(grant, owner)
+                grants.append(grant)
+            self.tail.append(TailChunk(index, owner, tuple(grants)))
+            self.version += 1
+        return True
+
+    def commit(self, rows: int, token_ids: Sequence[int] | None) -> list[ChunkRecord]:
+        """Move the frontier over `rows` rows that all layers have written; return the chunks sealed by that."""
+        if self.tail_chunks_for(rows) > len(self.tail):
+            raise StateError(Reason.NOT_COMMITTED, f"{rows} rows were committed without slots for them")
+        self.frontier += rows
+        if token_ids is None:
+            self.named = False
+        if not self.named or token_ids is None:
+            return []
+        self.token_ids.extend(token_ids)
+        sealed = []
+        size = self.context.chunk_tokens
+        while self.frontier - self.sealed >= size:
+            sealed.append(self._seal())
+        return sealed
+
+    def append_stored(self, identity: ChunkIdentity) -> None:
+        """Continue the history by a whole chunk that lies in the file tier; the tail must be empty."""
+        parent = self.chunks[-1].digest if self.chunks else b""
+        if self.tail or self.frontier != identity.start or identity.parent != parent:
+            raise StateError(Reason.NOT_COMMITTED, f"a stored chunk at {identity.start} does not continue the history")
+        self.chunks.append(self.directory.acquire(identity, on_file=True))
+        self.frontier = identity.stop
+        self.token_ids.extend(identity.token_ids)
+        self.version += 1
+
+    def tail_identity(self) -> ChunkIdentity | None:
+        """Name of the committed part of the open tail, a chunk shorter than usual; `None` when there is none."""
+        start = self.sealed
+        if self.frontier == start:
+            return None
+        return self._identity(start, self.frontier)
+
+    def rewind(self, position: int) -> None:
+        """Forget all rows from `position` on, a chunk boundary or a position in the open tail."""
+        size = self.context.chunk_tokens
+        if not 0 <= position <= self.frontier or (position < self.sealed and position % size):
+            raise StateError(
+                Reason.OPERATION_UNSUPPORTED,
+                f"the history ({self.frontier} tokens, {self.sealed} sealed) cannot be cut at {position}",
+            )
+        keep = min(len(self.chunks), position // size)
+        for record in self.chunks[keep:]:
+            self.directory.drop(record)
+        if keep < len(self.chunks):
+            self._release_tail(0)
+        del self.chunks[keep:]
+        self.frontier = position
+        del self.token_ids[position:]
+        self._release_tail(self.tail_chunks_for(0))
+        self.version += 1
+
+    def close(self) -> None:
+        """Give up all rows. Sealed chunks that others use stay."""
+        for record in self.chunks:
+            self.directory.drop(record)
+        self.chunks.clear()
+        self._release_tail(0)
+        self.frontier = 0
+        self.token_ids.clear()
+        self.version += 1
+
+    def _identity(self, start: int, stop: int) -> ChunkIdentity:
+        parent = self.chunks[-1].digest if self.chunks else b""
+        return ChunkIdentity(self.context, parent, start, tuple(self.token_ids[start:stop]))
+
+    def _seal(self) -> ChunkRecord:
+        start = self.sealed
+        record = self.directory.acquire(self._identity(start, start + self.context.chunk_tokens))
+        open_chunk = self.tail.pop(0)
+        for layer, grant in enumerate(open_chunk.grants):
+            self.directory.adopt(record, layer, grant, open_chunk.owner)
+        self.chunks.append(record)
+        self.version += 1
+        return record
+
+    def _release_tail(self, keep: int) -> None:
+        for chunk in self.tail[keep:]:
+            for grant in chunk.grants:
+                self.directory.arena.release(grant)
+        del self.tail[keep:]

@@ -1,0 +1,187 @@
+"""Segments come back from files into slots: reserve, copy, validate, and only then publish.
+
+Reading happens on a small pool of threads; publishing happens on the caller's thread, so that a kernel never meets a table
+entry whose bytes are still arriving.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvstrata.contract.layout import SegmentLayout
+from kvstrata.errors import DamagedError, Reason, StoreError
+from kvstrata.ports import Clock
+from kvstrata.store.buffers import used_pages
+from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.tiers.files import ChunkFile, FileTier
+from kvstrata.tiers.memory import Grant
+
+__all__ = ["Batch", "OpenChunks", "Promoter", "Promotion"]
+
+
+class OpenChunks:
+    """Open chunk files, the least recently used closed first once nobody reads them. Thread-safe."""
+
+    def __init__(self, tier: FileTier, limit: int = 128) -> None:
+        self._tier = tier
+        self._limit = limit
+        self._files: OrderedDict[bytes, ChunkFile] = OrderedDict()
+        self._readers: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+
+    def check_out(self, chunk: bytes) -> ChunkFile:
+        """The open file, header verified. Errors: `DamagedError` as `FileTier.open`. Every call needs a `check_in`."""
+        with self._lock:
+            file = self._files.get(chunk)
+            if file is None:
+                file = self._files[chunk] = self._tier.open(chunk)
+            self._files.move_to_end(chunk)
+            self._readers[chunk] = self._readers.get(chunk, 0) + 1
+            return file
+
+    def check_in(self, chunk: bytes) -> None:
+        """End of one reader's use."""
+        with self._lock:
+            self._readers[chunk] -= 1
+            idle = [name for name in self._files if not self._readers.get(name)]
+            for name in idle[: max(0, len(self._files) - self._limit)]:
+                self._close(name)
+
+    def forget(self, chunk: bytes) -> None:
+        """Close the file if nobody reads it: its bytes were revoked or are no longer needed."""
+        with self._lock:
+            if chunk in self._files and not self._readers.get(chunk):
+                self._close(chunk)
+
+    def close(self) -> None:
+        """Close everything."""
+        with self._lock:
+            for name in list(self._files):
+                self._close(name)
+
+    def _close(self, chunk: bytes) -> None:
+        self._files.pop(chunk).close()
+        self._readers.pop(chunk, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """One segment on its way: its chunk, its layer, and the slot reserved for it."""
+
+    record: ChunkRecord
+    layer: int
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class _PartResult:
+    nbytes: int
+    seconds: float
+    error: StoreError | None
+
+
+class Batch:
+    """Promotions issued together; `finish` waits for all of them and publishes what is whole."""
+
+    def __init__(self, directory: Directory, items: Sequence[Promotion], parts: list[Future[_PartResult]]) -> None:
+        self._directory = directory
+        self.items = items
+        self._parts = parts
+
+    def finish(self) -> tuple[int, float]:
+        """Wait, publish every segment, return (bytes read, seconds of service summed over readers). Blocks.
+
+        Errors: `DamagedError` when a segment is missing, short or altered, `StoreError` when it could not be read;
+        nothing of the batch is published then and all of its slots are given back.
+        """
+        results = [part.result() for part in self._parts]
+        error = next((result.error for result in results if result.error is not None), None)
+        if error is not None:
+            self._give_back()
+            raise error
+        for item in self.items:
+            self._directory.publish(item.record, item.layer, item.grant)
+        return sum(result.nbytes for result in results), sum(result.seconds for result in results)
+
+    def abandon(self) -> None:
+        """Wait for the readers to acknowledge, then give the slots back. Blocks until they have."""
+        for part in self._parts:
+            part.result()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for item in self.items:
+            self._directory.arena.release(item.grant)
+
+
+class Promoter:
+    """Reads segments with `readers` threads. Owner calls `close`."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        tier: FileTier,
+        layout: SegmentLayout,
+        readers: int = 1,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.directory = directory
+        self.layout = layout
+        self.files = OpenChunks(tier)
+        self.readers = readers
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvstrata-read")
+
+    def reserve(self, segments: Sequence[tuple[ChunkRecord, int]]) -> list[Promotion] | None:
+        """Slots for all the segments, or `None` and nothing reserved when there are not enough."""
+        if self.directory.arena.free_slots < len(segments):
+            return None
+        promotions = []
+        for record, layer in segments:
+            grant = self.directory.arena.reserve((record.digest, layer))
+            if grant is None:
+                for promotion in promotions:
+                    self.directory.arena.release(promotion.grant)
+                return None
+            promotions.append(Promotion(record, layer, grant))
+        return promotions
+
+    def start(self, promotions: Sequence[Promotion]) -> Batch:
+        """Begin reading into the reserved slots. Does not block."""
+        share = max(1, -(-len(promotions) // self.readers))
+        parts = [promotions[i : i + share] for i in range(0, len(promotions), share)]
+        return Batch(self.directory, promotions, [self._pool.submit(self._read, part) for part in parts])
+
+    def close(self) -> None:
+        """Wait for reads under way, end the threads, close the files."""
+        self._pool.shutdown(wait=True)
+        self.files.close()
+
+    def _read(self, promotions: Sequence[Promotion]) -> _PartResult:
+        start, nbytes = self._clock(), 0
+        backing = self.directory.arena.backing
+        for item in promotions:
+            identity = item.record.identity
+            try:
+                file = self.files.check_out(identity.digest)
+                try:
+                    if file.layout != self.layout or file.layers != self.directory.layers:
+                        raise DamagedError(
+                            Reason.CHUNK_FOREIGN,
+                            f"chunk {identity.digest.hex()[:16]} is stored in another layout: {file.layout}",
+                            chunk=identity.digest.hex(),
+                        )
+                    slot = item.grant.slot
+                    buffers = used_pages(backing.writable(slot), self.layout, len(identity.token_ids))
+                    nbytes += file.read_into(item.layer, buffers)
+                    backing.flush(slot)
+                finally:
+                    self.files.check_in(identity.digest)
+            except StoreError as error:
+                return _PartResult(nbytes, self._clock() - start, error)
+        return _PartResult(nbytes, self._clock() - start, None)

@@ -1,0 +1,140 @@
+"""Sealed chunks go to the file tier behind the running model.
+
+One thread, started and stopped by its owner. The queue needs no bound of its own: a chunk that waits occupies its slots,
+and the memory budget stops the producer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+from kvstrata.contract.layout import SegmentLayout
+from kvstrata.contract.states import FileReplicaState
+from kvstrata.errors import KvstrataError, Reason, StoreError
+from kvstrata.ports import Clock
+from kvstrata.store.buffers import used_pages
+from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.tiers.files import FileTier, WriteOutcome
+from kvstrata.tiers.memory import Grant
+
+__all__ = ["PublicationTotals", "Publisher"]
+
+
+@dataclass(frozen=True)
+class PublicationTotals:
+    """What publishing has cost so far.
+
+    written_bytes, present_bytes: rows new to the tier, and found there already. metadata_bytes: headers and padding. service_s: wall time at work.
+    checksum_s (reading back included), write_s: parts of it. cpu_s: processor time of the thread. failures: chunks that could not be written.
+    """
+
+    chunks: int = 0
+    written_bytes: int = 0
+    present_bytes: int = 0
+    service_s: float = 0.0
+    checksum_s: float = 0.0
+    write_s: float = 0.0
+    cpu_s: float = 0.0
+    metadata_bytes: int = 0
+    failures: int = 0
+
+
+class Publisher:
+    """Writes sealed chunks in the order they were submitted."""
+
+    def __init__(
+        self, directory: Directory, tier: FileTier, layout: SegmentLayout, clock: Clock = time.perf_counter
+    ) -> None:
+        self.directory = directory
+        self.tier = tier
+        self.layout = layout
+        self.totals = PublicationTotals()
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[tuple[ChunkRecord, list[Grant]] | None] = queue.SimpleQueue()
+        self._settled = threading.Condition()
+        self._pending: set[bytes] = set()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="kvstrata-publish", daemon=True)
+        self._thread.start()
+
+    def submit(self, record: ChunkRecord) -> None:
+        """Queue a sealed chunk. Its slots stay in place until the write is acknowledged. Does not block."""
+        if record.file in (FileReplicaState.WRITING, FileReplicaState.PUBLISHED):
+            return
+        if record.resident != self.directory.layers:
+            raise StoreError(Reason.CHUNK_MISSING, "only a chunk that is whole in memory can be published")
+        self.directory.mark(record, FileReplicaState.WRITING)
+        held = self.directory.hold(record)
+        with self._settled:
+            self._pending.add(record.digest)
+        self._jobs.put((record, held))
+
+    @property
+    def pending(self) -> int:
+        """Chunks queued or being written."""
+        return len(self._pending)
+
+    def wait(self, record: ChunkRecord | None = None) -> float:
+        """Block until `record` (or everything queued) is settled, written or failed; return the seconds waited."""
+        start = self._clock()
+        with self._settled:
+            while self._pending if record is None else record.digest in self._pending:
+                self._settled.wait(timeout=1.0)
+                if self._error is not None or self._thread is None or not self._thread.is_alive():
+                    break
+        if self._error is not None:
+            raise self._error
+        return self._clock() - start
+
+    def stop(self) -> None:
+        """Finish what is queued, then end the thread. Blocks; interrupted, it leaves only whole files behind."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            record, held = job
+            start, cpu = self._clock(), time.thread_time()
+            try:
+                self._write(record, held)
+            except KvstrataError as error:
+                failure = error if isinstance(error, StoreError) else StoreError(error.reason, error.cause)
+                self.directory.mark(record, FileReplicaState.FAILED, failure)
+                self._add(failures=1)
+            except BaseException as error:  # kept for the owner: a bug here must not look like a full disk
+                self._error = error
+            finally:
+                for grant in held:
+                    self.directory.arena.let_go(grant)
+                self._add(service_s=self._clock() - start, cpu_s=time.thread_time() - cpu)
+                with self._settled:
+                    self._pending.discard(record.digest)
+                    self._settled.notify_all()
+
+    def _write(self, record: ChunkRecord, held: list[Grant]) -> None:
+        backing, tokens = self.directory.arena.backing, len(record.identity.token_ids)
+        segments = [used_pages(backing.readable(grant.slot), self.layout, tokens) for grant in held]
+        receipt = self.tier.write(record.identity, self.layout, segments)
+        self.directory.mark(record, FileReplicaState.PUBLISHED)
+        written = receipt.outcome is not WriteOutcome.ALREADY_PRESENT
+        self._add(
+            chunks=1,
+            written_bytes=receipt.payload_bytes if written else 0,
+            metadata_bytes=receipt.bytes - receipt.payload_bytes if written else 0,
+            present_bytes=0 if written else receipt.payload_bytes,
+            checksum_s=receipt.checksum_seconds + receipt.validate_seconds,
+            write_s=receipt.write_seconds,
+        )
+
+    def _add(self, **amounts: float) -> None:
+        values = {name: getattr(self.totals, name) + amount for name, amount in amounts.items()}
+        self.totals = PublicationTotals(**{**self.totals.__dict__, **values})

@@ -1,0 +1,186 @@
+"""A memory tier: an arena of equal slots under a hard byte budget.
+
+A slot holds one segment. It is reserved, filled, published and released, in that order; every reservation gets a new
+allocation generation, so that a late writer or reader of the previous owner is told apart (the ABA problem). A slot that
+its owner gives up while a reader or transfer still holds it becomes free only after the last of them has let go.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.contract.states import SLOT, SlotState
+from kvstrata.errors import ConfigurationError, Reason, StateError
+
+__all__ = ["Backing", "Grant", "HostBacking", "MemoryArena"]
+
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A reservation: the slot, and the generation that makes this reservation different from any other of it."""
+
+    slot: int
+    generation: int
+
+
+class Backing(Protocol):
+    """The bytes behind an arena, on whatever device they lie."""
+
+    @property
+    def slots(self) -> int:
+        """Slots that the memory holds."""
+
+    def readable(self, slot: int) -> memoryview:
+        """The slot's bytes in host memory, valid until the next call for this slot. May block on a copy."""
+
+    def writable(self, slot: int) -> memoryview:
+        """Host memory to be filled with the slot's new bytes; `flush` makes them visible to kernels."""
+
+    def flush(self, slot: int) -> None:
+        """Make bytes written through `writable` visible on the device. Blocks until they are."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class HostBacking:
+    """Anonymous host memory. Pages are taken from the system when they are first written, and never before."""
+
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        self.slots = slots
+        self.stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.memory = mmap.mmap(-1, max(1, self.stride * slots))
+        view = memoryview(self.memory)
+        self._views = [view[i * self.stride : i * self.stride + slot_bytes] for i in range(slots)]
+
+    def readable(self, slot: int) -> memoryview:
+        return self._views[slot]
+
+    def writable(self, slot: int) -> memoryview:
+        return self._views[slot]
+
+    def flush(self, slot: int) -> None:
+        """Nothing to do: the host's memory is the device's."""
+
+    def close(self) -> None:
+        self._views.clear()
+
+
+class MemoryArena:
+    """Slots, their generations and who holds them. Thread-safe; no call blocks.
+
+    slot_bytes: payload of one slot. backing: where the bytes are.
+    """
+
+    def __init__(self, slot_bytes: int, backing: Backing) -> None:
+        if slot_bytes <= 0:
+            raise ConfigurationError(Reason.INVALID_ARGUMENT, f"slot_bytes={slot_bytes} must be positive")
+        self.slot_bytes = slot_bytes
+        self.backing = backing
+        self.slots = backing.slots
+        self.generations: npt.NDArray[np.int64] = np.zeros(self.slots, np.int64)
+        self._states = [SlotState.FREE] * self.slots
+        self._owners: list[Hashable | None] = [None] * self.slots
+        self._holders = [0] * self.slots
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._lock = threading.Lock()
+        self.peak_slots = 0
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that a reservation could get now."""
+        return len(self._free)
+
+    @property
+    def used_slots(self) -> int:
+        """Slots reserved, published or retired."""
+        return self.slots - len(self._free)
+
+    def reserve(self, owner: Hashable) -> Grant | None:
+        """Take a free slot for `owner` (a segment's key), or `None` when every slot is taken."""
+        with self._lock:
+            if not self._free:
+                return None
+            slot = self._free.pop()
+            self._move(slot, SlotState.RESERVED)
+            self._owners[slot] = owner
+            self.generations[slot] += 1
+            self.peak_slots = max(self.peak_slots, self.slots - len(self._free))
+            return Grant(slot, int(self.generations[slot]))
+
+    def publish(self, grant: Grant, owner: Hashable) -> None:
+        """Make a filled slot readable. Errors: `StateError` if the slot has another owner or generation by now."""
+        with self._lock:
+            self._check(grant, owner)
+            self._move(grant.slot, SlotState.PUBLISHED)
+
+    def rename(self, grant: Grant, owner: Hashable, new_owner: Hashable) -> None:
+        """Pass a slot on to the name its rows get when they are sealed. Errors: as `publish`."""
+        with self._lock:
+            self._check(grant, owner)
+            self._owners[grant.slot] = new_owner
+
+    def hold(self, grant: Grant, owner: Hashable) -> None:
+        """Keep the slot's bytes in place until `let_go`, whatever its owner does. Errors: as `publish`."""
+        with self._lock:
+            self._check(grant, owner)
+            self._holders[grant.slot] += 1
+
+    def let_go(self, grant: Grant) -> None:
+        """Acknowledge the end of a `hold`; frees a retired slot with its last holder."""
+        with self._lock:
+            slot = grant.slot
+            if self.generations[slot] != grant.generation or not self._holders[slot]:
+                raise StateError(Reason.NOT_COMMITTED, f"slot {slot} is not held in generation {grant.generation}")
+            self._holders[slot] -= 1
+            if self._states[slot] is SlotState.RETIRED and not self._holders[slot]:
+                self._free_slot(slot)
+
+    def release(self, grant: Grant) -> None:
+        """Give the slot up; it is free at once, or after its last holder has let go. Errors: `StateError` if stale."""
+        with self._lock:
+            slot = grant.slot
+            if self.generations[slot] != grant.generation or self._states[slot] is SlotState.FREE:
+                raise StateError(
+                    Reason.NOT_COMMITTED, f"slot {slot} was released before, in generation {grant.generation}"
+                )
+            if self._holders[slot]:
+                self._move(slot, SlotState.RETIRED)
+            else:
+                self._free_slot(slot)
+
+    def state(self, slot: int) -> SlotState:
+        """Where the slot is in its life."""
+        return self._states[slot]
+
+    def close(self) -> None:
+        """Give the memory back. Slots must not be used afterwards."""
+        self.backing.close()
+
+    def _check(self, grant: Grant, owner: Hashable) -> None:
+        slot = grant.slot
+        if self.generations[slot] != grant.generation:
+            raise StateError(
+                Reason.NOT_COMMITTED, f"slot {slot} is in generation {self.generations[slot]}, not {grant.generation}"
+            )
+        if self._states[slot] is SlotState.FREE or self._owners[slot] != owner:
+            raise StateError(Reason.NOT_COMMITTED, f"slot {slot} does not belong to {owner!r}")
+
+    def _move(self, slot: int, state: SlotState) -> None:
+        self._states[slot] = SLOT.require(self._states[slot], state)
+
+    def _free_slot(self, slot: int) -> None:
+        self._move(slot, SlotState.FREE)
+        self._owners[slot] = None
+        # The generation moves on release as well, so that a table entry of the old owner never looks current.
+        self.generations[slot] += 1
+        self._free.append(slot)
