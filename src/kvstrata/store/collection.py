@@ -20,6 +20,7 @@ class CollectOutcome(StrEnum):
     DONE = "done"
     BUSY = "busy"
     READ_ONLY = "read_only"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ _NOT_CONTENT = frozenset({"lost+found"})
 
 
 def prepare(root: Path, *, create: bool, files: FileSystem) -> None:
-    """Make sure that `root` is a store of a format that this version reads; create it when it is missing or empty.
+    """Make sure that `root` is a store of a format that this version reads; make one where nothing is.
 
-    Errors: `StoreError` with STORE_MISSING, STORE_NOT_A_DIRECTORY, STORE_FOREIGN, STORE_FORMAT_NEWER, or what the system
-    refuses.
+    Errors: `StoreError` with STORE_MISSING, STORE_NOT_A_DIRECTORY, STORE_FOREIGN, STORE_FORMAT_NEWER, or what the
+    system refuses.
     """
     try:
         if not root.exists() and not root.is_symlink():
