@@ -1,0 +1,1 @@
+"""Real models: each engine in its own folder, imported only when it is used."""

@@ -1,0 +1,1 @@
+"""Is it true? Tasks, measurements and reports."""

@@ -1,0 +1,159 @@
+"""English prose and a reading task of any length, without a download.
+
+The text is Python's own language reference, which every CPython carries as `pydoc_data.topics`. It is the same on every
+run of one Python release and differs a little between releases.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from typing import Any, Protocol
+
+from kvstrata.errors import ConfigurationError, Reason
+
+__all__ = ["ReadingTask", "Tokenizer", "paragraphs", "prose", "reading_task"]
+
+_EMPHASIS = re.compile(r"(?<!\*)\*{1,2}([^\s*][^*]*)\*{1,2}(?!\*)")
+_FEWEST_WORDS = 9
+
+_FACTS = (
+    ("The harbour master of Veldmoor is Ottilie Brandt.", "Who is the harbour master of Veldmoor?", "Ottilie Brandt"),
+    (
+        "The secret ingredient of Larch Inn soup is saffron.",
+        "What is the secret ingredient of Larch Inn soup?",
+        "saffron",
+    ),
+    ("The night train to Kesselburg leaves at 23:17.", "When does the night train to Kesselburg leave?", "23:17"),
+    ("The lighthouse on Tarn Island is painted purple.", "What colour is the lighthouse on Tarn Island?", "purple"),
+)
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer; those of Transformers answer to it."""
+
+    chat_template: Any
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
+        """Something whose `input_ids` are the token ids of `text`."""
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
+        """The conversation as the model's own prompt text."""
+
+
+@dataclass(frozen=True)
+class ReadingTask:
+    """A long document with one planted fact, and a question about that fact.
+
+    prompt_ids: the whole prompt in the model's chat template; exactly the number of tokens asked for.
+    text: the same prompt as text.
+    """
+
+    prompt_ids: list[int]
+    question: str
+    answer: str
+    text: str
+
+    def answered_by(self, reply: str) -> bool:
+        """Whether the reply contains the answer, in any case of letters."""
+        return self.answer.casefold() in reply.casefold()
+
+
+@cache
+def paragraphs() -> tuple[str, ...]:
+    """The prose of the language reference: whole sentences on one line each paragraph, no code, nothing twice."""
+    from pydoc_data.topics import topics
+
+    kept: dict[str, None] = {}
+    for name in sorted(topics):
+        for block in re.split(r"\n\s*\n", topics[name]):
+            text = _EMPHASIS.sub(r"\1", " ".join(block.replace("-\n", "-").split()))
+            sentence = text[:1].isalpha() and text.endswith((".", ":")) and "::=" not in text
+            if sentence and len(text.split()) >= _FEWEST_WORDS:
+                kept.setdefault(text)
+    return tuple(kept)
+
+
+def prose(tokens: int, tokenizer: Tokenizer, *, start: int = 0) -> list[int]:
+    """Exactly `tokens` token ids of prose from paragraph `start` on, without special tokens.
+
+    Errors: ConfigurationError when there is not that much prose.
+    """
+    if tokens < 1:
+        raise ConfigurationError(Reason.INVALID_ARGUMENT, f"tokens is {tokens}", "ask for at least one")
+    available = paragraphs()
+    ids: list[int] = []
+    for paragraph in islice(available, start, None):
+        ids += _ids(tokenizer, paragraph + "\n\n")
+        if len(ids) >= tokens:
+            return ids[:tokens]
+    raise ConfigurationError(
+        Reason.INVALID_ARGUMENT, f"tokens is {tokens}, and there is prose for {len(ids)}", "ask for less"
+    )
+
+
+def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.5, seed: int = 0) -> ReadingTask:
+    """A prompt of exactly `tokens` tokens: a document, a fact planted in it, and a question about the fact.
+
+    depth: where the fact lies, 0 (first) to 1 (last). seed: chooses the fact and where the document begins.
+    Errors: ConfigurationError when the question and the fact alone need more than `tokens`, or there is not that much
+    prose.
+    """
+    if not 0 <= depth <= 1:
+        raise ConfigurationError(Reason.INVALID_ARGUMENT, f"depth is {depth}", "use a number from 0 to 1")
+    source = random.Random(seed)  # noqa: S311 - a choice of text, not a secret
+    fact, question, answer = source.choice(_FACTS)
+    available = paragraphs()
+    first = source.randrange(len(available))
+    words = " \n\n ".join(available[first:] + available[:first]).split(" ")
+
+    def prompt(chosen: list[str]) -> tuple[list[int], str]:
+        text = _prompt_text(tokenizer, _planted(chosen, fact, depth), question)
+        return _ids(tokenizer, text), text
+
+    low, high = 0, len(words)
+    if len(prompt([])[0]) > tokens or len(prompt(words[: min(2 * tokens, high)])[0]) < tokens:
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT,
+            f"tokens is {tokens}",
+            f"use {len(prompt([])[0])} to about {len(words)}",
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(prompt(words[:middle])[0]) <= tokens:
+            low = middle
+        else:
+            high = middle
+    chosen = words[:low]
+    # The next word may be longer than the gap: words that fit close it, one at a time.
+    for word in words[low:] + words[:low]:
+        ids, text = prompt(chosen)
+        if len(ids) == tokens:
+            return ReadingTask(ids, question, answer, text)
+        if len(prompt([*chosen, word])[0]) <= tokens:
+            chosen.append(word)
+    raise ConfigurationError(
+        Reason.INVALID_ARGUMENT, f"tokens is {tokens}: no prompt has exactly so many", "use another"
+    )
+
+
+def _planted(words: list[str], fact: str, depth: float) -> str:
+    text = " ".join(words).replace(" \n\n ", "\n\n")
+    parts = text.split("\n\n")
+    place = round(depth * len(parts))
+    return "\n\n".join([*parts[:place], fact, *parts[place:]]).strip()
+
+
+def _prompt_text(tokenizer: Tokenizer, document: str, question: str) -> str:
+    content = f"Read this text.\n\n{document}\n\nAnswer from the text in one short sentence. {question}"
+    if getattr(tokenizer, "chat_template", None) is None:
+        return f"{content}\n"
+    conversation = [{"role": "user", "content": content}]
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [int(token) for token in tokenizer(text, add_special_tokens=False).input_ids]
