@@ -116,7 +116,7 @@ class BudgetError(KvstrataError, MemoryError):
         self.required_bytes = required_bytes
 
 
-class KernelUnavailable(KvstrataError, RuntimeError):
+class KernelUnavailable(KvstrataError, RuntimeError):  # noqa: N818 - the thing, not the event, is named
     """A native kernel level was named that is not built or not runnable here."""
 
 

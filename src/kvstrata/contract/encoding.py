@@ -1,8 +1,8 @@
 """One canonical byte string for typed values, and the digest over it.
 
 Two values get the same bytes only if they have the same type and content: every value carries a tag and a length, so
-neither concatenation nor a change of type (`1`, `True`, `"1"`) can collide. The form does not depend on machine, process,
-hash seed or dictionary order.
+neither concatenation nor a change of type (`1`, `True`, `"1"`) can collide. The form does not depend on machine,
+process, hash seed or dictionary order.
 """
 
 from __future__ import annotations

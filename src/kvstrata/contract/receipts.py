@@ -1,4 +1,4 @@
-"""What was done, and what it cost: immutable records. Bytes are bytes, times are seconds unless a name ends in `_ms`."""
+"""What was done, and what it cost: immutable records. Sizes are in bytes, times in seconds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepReceipt:
 
 @dataclass(frozen=True, slots=True)
 class SaveReceipt:
-    """A saved session. written_bytes are new to the store; shared_bytes were there already."""
+    """A saved session. written_bytes: written by the save itself. shared_bytes: published before, by this request or another."""
 
     name: str
     sequence: int
@@ -95,9 +95,10 @@ class Ledger:
     """Every byte and second of one run.
 
     logical_bytes: rows of the history, once. device_bytes, peak_device_bytes: slots in use now and at most, tail,
-    staging and workspace included. host_bytes: memory tiers other than the device's. file_bytes: chunks of the history in
-    files. staging_bytes: most bytes reserved for segments on their way. workspace_bytes: kernel scratch. metadata_bytes:
-    headers and manifests. fragmented_bytes: slot bytes that hold no row. duplicate_bytes: rows both in memory and in files.
+    staging and workspace included. host_bytes: memory tiers other than the device's. file_bytes: chunks of the history
+    in files. staging_bytes: most bytes reserved for segments on their way. workspace_bytes: kernel scratch.
+    metadata_bytes: headers and manifests. fragmented_bytes: slot bytes that hold no row. duplicate_bytes: rows both in
+    memory and in files.
     """
 
     logical_bytes: int

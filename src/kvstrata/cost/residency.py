@@ -15,7 +15,7 @@ __all__ = ["ResidencyPlan", "plan_residency", "required_slots"]
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """resident_chunks: chunks kept in every layer. depth: layers whose cold segments may be in memory at once (0: none)."""
+    """resident_chunks: chunks kept in every layer. depth: layers whose cold segments may be in memory at once."""
 
     resident_chunks: int
     depth: int
@@ -29,7 +29,8 @@ def required_slots(layers: int, chunks: int, tail_chunks: int) -> int:
 def plan_residency(slots: int, layers: int, chunks: int, tail_chunks: int, depth: int = 2) -> ResidencyPlan | None:
     """Split `slots` between resident chunks and layers in flight; `None` when even one layer does not fit.
 
-    slots: slots for this request, tail included. chunks: sealed chunks. tail_chunks: open chunks, resident in all layers.
+    slots: slots for this request, tail included. chunks: sealed chunks. tail_chunks: open chunks, resident in all
+    layers.
     depth: layers in flight that are wanted; fewer are planned when the memory is too small for it.
     """
     room = slots - tail_chunks * layers

@@ -1,8 +1,8 @@
 """Exact decoding with part of the history in files: cold segments come back ahead of the layer that needs them.
 
-A fixed set of chunks stays resident in all layers. The others are read into slots one or two layers ahead and leave again
-when their layer is done, so that the memory holds at most `depth` layers of them. Every legal row enters attention; only
-its place differs.
+A fixed set of chunks stays resident in all layers. The others are read into slots one or two layers ahead and leave
+again when their layer is done, so that the memory holds at most `depth` layers of them. Every legal row enters
+attention; only its place differs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.cost.residency import plan_residency, required_slots
 from kvstrata.errors import BudgetError, Reason, StateError
-from kvstrata.contract.layout import SegmentLayout
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.ports import Clock
 from kvstrata.store.directory import ChunkRecord, Directory
@@ -190,7 +190,7 @@ class LayerAhead:
                 need = self._budget_for(len(chunks) * self.layers + self.directory.arena.used_slots)
                 raise BudgetError(
                     Reason.BUDGET_TOO_SMALL,
-                    f"{len(chunks)} chunks do not fit the memory budget, and there is no writable store to move them to",
+                    f"{len(chunks)} chunks do not fit the memory budget, and no writable store could take them",
                     f"open a writable store, or pass budget={need}",
                     required_bytes=need,
                 )

@@ -37,8 +37,8 @@ def save_session(
 ) -> SaveReceipt:
     """Store the committed rows of `history` under `name`. Blocks until every chunk is published.
 
-    Errors: `StoreError` when a chunk cannot be written (nothing becomes visible under the name then), `SessionError` for
-    a name that is not legal, `StateError` for an empty history or one whose rows have no token ids.
+    Errors: `StoreError` when a chunk cannot be written (nothing becomes visible under the name then), `SessionError`
+    for a name that is not legal, `StateError` for an empty history or one whose rows have no token ids.
     """
     start = clock()
     store.require_writable()
@@ -67,7 +67,7 @@ def save_session(
         receipt = store.tier.write(tail, layout, segments)
         chunks.append(tail.digest)
         written += 0 if receipt.outcome is WriteOutcome.ALREADY_PRESENT else receipt.payload_bytes
-    snapshot = sessions.save(name, history.context, history.token_ids, chunks)
+    snapshot = sessions.save(name, history.context, history.token_ids, chunks, history.frontier)
     total = history.directory.layers * (
         len(history.chunks) * layout.segment_bytes + (payload_bytes(layout, len(tail.token_ids)) if tail else 0)
     )
@@ -87,8 +87,8 @@ def restore_session(
 ) -> RestoreReceipt:
     """Give the empty `history` the rows of a snapshot, as far as they can be used.
 
-    token_ids: see `Memory.restore`. Opens and verifies the header of every chunk; full chunks stay in files until a step
-    reads them, rows of the open tail are read now. Blocks. Errors: `SessionError` for an unknown name or a damaged
+    token_ids: see `Memory.restore`. Opens and verifies the header of every chunk; full chunks stay in files until a
+    step reads them, rows of the open tail are read now. Blocks. Errors: `SessionError` for an unknown name or a damaged
     manifest, `BudgetError` when the tail does not fit.
     """
     start = clock()

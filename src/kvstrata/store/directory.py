@@ -1,14 +1,14 @@
 """Which replica of which segment lies where, and which of them keeps the history from being lost.
 
-One record per chunk. Its segments are in the memory arena, in the file tier, or in both. The file replica is the authority
-once it is published; before that the memory replica is, and it cannot be evicted: an exact demotion keeps the old copy
-until the new one has been validated.
+One record per chunk. Its segments are in the memory arena, in the file tier, or in both. The file replica is the
+authority once it is published; before that the memory replica is, and it cannot be evicted: an exact demotion keeps
+the old copy until the new one has been validated.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.states import FILE_REPLICA, FileReplicaState
@@ -104,14 +104,15 @@ class Directory:
             record.grants[layer] = grant
             self.generation += 1
 
-    def adopt(self, record: ChunkRecord, layer: int, grant: Grant, tail_owner: object) -> None:
+    def adopt(self, record: ChunkRecord, layer: int, grant: Grant, tail_owner: Hashable) -> None:
         """Turn the open tail's slot into the sealed chunk's memory replica, or free it if there is one already."""
         with self._lock:
             if record.grants[layer] is not None:
                 self.arena.release(grant)
                 return
-            self.arena.rename(grant, tail_owner, (record.digest, layer))  # type: ignore[arg-type]
-            self.publish(record, layer, grant)
+            self.arena.rename(grant, tail_owner, (record.digest, layer))
+            record.grants[layer] = grant
+            self.generation += 1
 
     def evict(self, record: ChunkRecord, layer: int) -> None:
         """Give up the memory replica of one segment. Errors: `StateError` while it is the only valid replica."""

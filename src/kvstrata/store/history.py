@@ -1,7 +1,7 @@
 """The rows of one request: sealed chunks, then an open tail.
 
-Tail rows are mutable and not yet history. When the frontier passes a chunk boundary in all layers, the chunk is sealed: it
-gets its name and never changes again.
+Tail rows are mutable and not yet history. When the frontier passes a chunk boundary in all layers, the chunk is
+sealed: it gets its name and never changes again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TailChunk:
 class History:
     """Committed rows of one request and the slots that hold its open tail. Used by one thread.
 
-    token_ids: ids of all committed rows, or shorter than `frontier` once rows without ids came in (`named` is False then,
-    and nothing is sealed any more). chunks: sealed chunks in order. tail: open chunks in order.
+    token_ids: ids of all committed rows, or shorter than `frontier` once rows without ids came in (`named` is False
+    then, and nothing is sealed any more). chunks: sealed chunks in order. tail: open chunks in order.
     """
 
     def __init__(self, directory: Directory, context: ChunkContext) -> None:

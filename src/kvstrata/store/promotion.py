@@ -1,7 +1,7 @@
 """Segments come back from files into slots: reserve, copy, validate, and only then publish.
 
-Reading happens on a small pool of threads; publishing happens on the caller's thread, so that a kernel never meets a table
-entry whose bytes are still arriving.
+Reading happens on a small pool of threads; publishing happens on the caller's thread, so that a kernel never meets a
+table entry whose bytes are still arriving.
 """
 
 from __future__ import annotations

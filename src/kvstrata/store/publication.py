@@ -1,7 +1,7 @@
 """Sealed chunks go to the file tier behind the running model.
 
-One thread, started and stopped by its owner. The queue needs no bound of its own: a chunk that waits occupies its slots,
-and the memory budget stops the producer.
+One thread, started and stopped by its owner. The queue needs no bound of its own: a chunk that waits occupies its
+slots, and the memory budget stops the producer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ __all__ = ["PublicationTotals", "Publisher"]
 class PublicationTotals:
     """What publishing has cost so far.
 
-    written_bytes, present_bytes: rows new to the tier, and found there already. metadata_bytes: headers and padding. service_s: wall time at work.
-    checksum_s (reading back included), write_s: parts of it. cpu_s: processor time of the thread. failures: chunks that could not be written.
+    written_bytes, present_bytes: rows new to the tier, and found there already. metadata_bytes: headers and padding.
+    service_s: wall time at work. checksum_s (reading back included), write_s: parts of it. cpu_s: processor time of
+    the thread. failures: chunks that could not be written.
     """
 
     chunks: int = 0
@@ -110,7 +111,7 @@ class Publisher:
                 failure = error if isinstance(error, StoreError) else StoreError(error.reason, error.cause)
                 self.directory.mark(record, FileReplicaState.FAILED, failure)
                 self._add(failures=1)
-            except BaseException as error:  # kept for the owner: a bug here must not look like a full disk
+            except BaseException as error:  # noqa: BLE001 - kept for the owner: a bug must not look like a full disk
                 self._error = error
             finally:
                 for grant in held:

@@ -47,8 +47,8 @@ class HostTensorBacking(HostBacking):
 class CudaBacking:
     """Device memory; bytes pass through pinned host memory on a stream of their own.
 
-    Not tested on hardware so far. `flush` first waits for the kernels queued on the default stream, so that a slot which
-    changed hands is not overwritten under a kernel that still reads it.
+    Not tested on hardware so far. `flush` first waits for the kernels queued on the default stream, so that a slot
+    which changed hands is not overwritten under a kernel that still reads it.
     """
 
     def __init__(self, slot_bytes: int, slots: int, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """A memory tier: an arena of equal slots under a hard byte budget.
 
 A slot holds one segment. It is reserved, filled, published and released, in that order; every reservation gets a new
-allocation generation, so that a late writer or reader of the previous owner is told apart (the ABA problem). A slot that
-its owner gives up while a reader or transfer still holds it becomes free only after the last of them has let go.
+allocation generation, so that a late writer or reader of the previous owner is told apart (the ABA problem). A slot
+that its owner gives up while a reader or transfer still holds it becomes free only after the last of them has let go.
 """
 
 from __future__ import annotations

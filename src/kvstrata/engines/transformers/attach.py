@@ -43,12 +43,13 @@ def attach(
 ) -> Memory:
     """Let `model` keep its K/V history in layered memory for the length of a `with` block. Exact.
 
-    model: a Transformers model or what `load_model` returned. store: an open `Store`, or a directory that is opened (and
-    made if it is not there) for the block. budget: bytes of fast memory for arena, staging and workspace, as a number or
-    like `"64MiB"`; `None` takes what the model's whole context needs. model_id: the caller's own name for the weights;
-    without it a digest of the artefact, or of the live weights. adapters: names of loaded adapters, in order. tenant, salt:
-    nothing is shared across either. chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows a forward
-    step computes at once. readers: threads that read files. threads: threads of the kernels (default: PyTorch's).
+    model: a Transformers model or what `load_model` returned. store: an open `Store`, or a directory that is opened
+    (and made if it is not there) for the block. budget: bytes of fast memory for arena, staging and workspace, as a
+    number or like `"64MiB"`; `None` takes what the model's whole context needs. model_id: the caller's own name for the
+    weights; without it a digest of the artefact, or of the live weights. adapters: names of loaded adapters, in order. tenant,
+    salt: nothing is shared across either. chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows a
+    forward step computes at once. readers: threads that read files. threads: threads of the kernels (default:
+    PyTorch's).
     kernel_level: a native level, or `torch`; default the best one built.
 
     Nothing is computed or reserved for good before the block is entered. Errors: `UnsupportedError` for a model that

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -11,31 +10,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from kvstrata.errors import Reason, StateError
 
-__all__ = ["NAME", "register", "unregister"]
-
-NAME = "kvstrata"
-
-_users = 0
-_lock = threading.Lock()
+__all__ = ["register", "unregister"]
 
 
-def register() -> None:
-    """Enter the function into Transformers' registries; counts its users."""
-    global _users
-    with _lock:
-        _users += 1
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, _no_mask)
+def register(name: str) -> None:
+    """Enter the function into Transformers' registries under `name`, which must be the caller's own."""
+    AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(name, _no_mask)
 
 
-def unregister() -> None:
-    """Take it out again with its last user."""
-    global _users
-    with _lock:
-        _users -= 1
-        if _users == 0:
-            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
-            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
+def unregister(name: str) -> None:
+    """Take it out again."""
+    ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+    ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
 
 def _attend(

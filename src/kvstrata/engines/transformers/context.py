@@ -22,8 +22,8 @@ def chunk_context(
 ) -> ChunkContext:
     """The context of all rows that `model` computes as it is configured now.
 
-    adapters: names of the adapters in force, in order; `None` if there are none. Errors: `UnsupportedError` for a family
-    that is not served, a device map over several devices, or adapters that are loaded and not named.
+    adapters: names of the adapters in force, in order; `None` if there are none. Errors: `UnsupportedError` for a
+    family that is not served, a device map over several devices, or adapters that are loaded and not named.
     """
     config = model.config
     if config.model_type not in _FAMILIES:
@@ -74,11 +74,11 @@ def weights_identity(model: Any) -> ModelIdentity:
 
     Reads every parameter once (about 0.3 s a GB). Blocks.
     """
-    hasher = blake3(derive_key_context="kvstrata live weights/1")
+    hasher = blake3(derive_key_context="kvstrata live weights/1", max_threads=blake3.AUTO)
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
     hasher.update(repr(sorted(config.items(), key=lambda item: item[0])).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
         hasher.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
-        hasher.update(memoryview(flat.numpy()), max_threads=blake3.AUTO)
+        hasher.update(memoryview(flat.numpy()))
     return ModelIdentity(f"weights:blake3:{hasher.hexdigest()}")

@@ -72,6 +72,7 @@ class Memory:
         self._active: Request | None = None
         self._original: Callable[..., Any] | None = None
         self._implementation: str | None = None
+        self._name = f"kvstrata-{id(self):x}"
         self._backing = open_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing)
         self.directory = Directory(self.arena, context.abi.layers)
@@ -98,7 +99,7 @@ class Memory:
                 return original(**kwargs)
             return cache.request.forward(original, kwargs.pop("input_ids", None), kwargs)
 
-        attention.register()
+        attention.register(self._name)
         self._original = original
         self._implementation = self.model.config._attn_implementation
         self.model.forward = forward
@@ -118,7 +119,7 @@ class Memory:
             return
         self._original = None
         del self.model.forward
-        attention.unregister()
+        attention.unregister(self._name)
         for request in self._requests:
             request.close()
         try:
@@ -273,7 +274,7 @@ class Memory:
     @contextlib.contextmanager
     def engaged(self) -> Iterator[None]:
         """For one step, let the model call the registered attention function instead of its own."""
-        self.model.config._attn_implementation = attention.NAME
+        self.model.config._attn_implementation = self._name
         try:
             yield
         finally:

@@ -56,7 +56,8 @@ class Request:
     def forward(self, inner: Forward, input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward over the new rows, in slices whose bounds depend on positions only.
 
-        A long input is cut at multiples of the memory's `prefill_chunk`. Where only the last row's logits are asked for,
+        A long input is cut at multiples of the memory's `prefill_chunk`. Where only the last row's logits are asked
+        for,
         that row is computed alone: a restored request computes it alone too, and gets the same bits.
         """
         self._require_open()
@@ -78,7 +79,8 @@ class Request:
     ) -> torch.Tensor:
         """Store the new rows of `layer` and attend to everything up to them; [1, rows, query_heads, head_dim].
 
-        query [1, query_heads, rows, head_dim]; key, value [1, kv_heads, rows, head_dim]. Blocks until cold segments are in.
+        query [1, query_heads, rows, head_dim]; key, value [1, kv_heads, rows, head_dim]. Blocks until cold segments
+        are in.
         """
         if self._step is None:
             raise StateError(
