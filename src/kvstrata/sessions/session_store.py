@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,20 +110,25 @@ class SessionStore:
 
     def list(self) -> list[SessionSummary]:
         """All sessions of all tenants, unreadable ones included, the latest saved first."""
+        found: dict[str, dict[int, Snapshot | KvstrataError]] = {}
+        for folder, sequence, content in self.snapshots():
+            found.setdefault(folder, {})[sequence] = content
         summaries = []
-        for folder in self._folders():
-            sequences = self._sequences(folder)
-            readable: list[Snapshot] = []
-            damaged = []
-            for sequence in sequences:
-                try:
-                    readable.append(self._read(folder, sequence))
-                except KvstrataError:
-                    damaged.append(sequence)
-            if sequences:
-                latest = readable[-1] if readable else None
-                summaries.append(SessionSummary(folder.name, sequences, latest, tuple(damaged)))
+        for folder, contents in found.items():
+            readable = [content for content in contents.values() if isinstance(content, Snapshot)]
+            damaged = tuple(number for number, content in contents.items() if isinstance(content, KvstrataError))
+            latest = readable[-1] if readable else None
+            summaries.append(SessionSummary(folder, tuple(contents), latest, damaged))
         return sorted(summaries, key=lambda item: -item.latest.created_unix if item.latest else 0.0)
+
+    def snapshots(self) -> Iterator[tuple[str, int, Snapshot | KvstrataError]]:
+        """Every manifest as (folder name, sequence, snapshot or why it cannot be read), sequences ascending."""
+        for folder in self._folders():
+            for sequence in self._sequences(folder):
+                try:
+                    yield folder.name, sequence, self._read(folder, sequence)
+                except KvstrataError as error:
+                    yield folder.name, sequence, error
 
     def referenced(self) -> frozenset[bytes]:
         """Chunks that any snapshot refers to. Errors: `SessionError` or `StoreError` when a manifest is unreadable."""

@@ -1,0 +1,102 @@
+"""Builds the application from the modules of this folder and turns every ending into an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import pkgutil
+import sys
+from typing import Annotated
+
+import typer
+
+import kvstrata.cli
+from kvstrata.cli.exits import ExitCode, exit_code
+from kvstrata.cli.output import Output, OutputClosed
+from kvstrata.errors import KvstrataError, Reason
+
+__all__ = ["build_app", "run", "version"]
+
+_HELP = """Keep a language model's K/V cache in layers of memory, and move it without losing or mixing it.
+
+Every command takes --json. Exit codes: 0 done, 1 a check failed, 2 wrong usage, 3 refused, 4 store, 5 session,
+6 memory budget, 130 interrupted.
+"""
+_CLICK_ERROR: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def version() -> str:
+    """The installed version, or `unknown` for a source tree that was never installed."""
+    try:
+        return importlib.metadata.version("kvstrata")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def build_app() -> typer.Typer:
+    """The application with the commands of every module in this folder that has a function `register(app)`."""
+    app = typer.Typer(help=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        context: typer.Context,
+        show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    ) -> None:
+        if show_version:
+            Output(as_json=False).line(f"kvstrata {version()}")
+            raise typer.Exit
+        if context.invoked_subcommand is None:
+            Output(as_json=False).line(context.get_help())
+
+    for module in sorted(item.name for item in pkgutil.iter_modules(kvstrata.cli.__path__)):
+        register = getattr(importlib.import_module(f"kvstrata.cli.{module}"), "register", None)
+        if register is not None:
+            register(app)
+    return app
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns its exit code. Mistakes of the user end in one message, never in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    output = Output(as_json="--json" in arguments)
+    try:
+        return _run(arguments, output)
+    except OutputClosed:
+        _discard_stdout()
+        return ExitCode.OK
+
+
+def _run(arguments: list[str], output: Output) -> int:
+    command = typer.main.get_command(build_app())
+    try:
+        result = command.main(args=arguments, prog_name="kvstrata", standalone_mode=False)
+    except KvstrataError as error:
+        output.error(error.reason, error.cause, error.next_step)
+        return exit_code(error)
+    except (typer.Abort, KeyboardInterrupt):
+        output.note("interrupted; what was stored before is intact")
+        return ExitCode.INTERRUPTED
+    except _CLICK_ERROR as error:
+        return _usage(error, output)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else ExitCode.CHECK_FAILED
+    return result if isinstance(result, int) else ExitCode.OK
+
+
+def _usage(error: Exception, output: Output) -> ExitCode:
+    if output.as_json:
+        output.error(Reason.INVALID_ARGUMENT, error.format_message(), "see `kvstrata COMMAND --help`")  # type: ignore[attr-defined]
+    else:
+        error.show()  # type: ignore[attr-defined]
+    return ExitCode.USAGE
+
+
+def _discard_stdout() -> None:
+    """What is still buffered for a reader that has gone must not raise when the interpreter ends."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return
