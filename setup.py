@@ -39,7 +39,8 @@ class KernelWheel(bdist_wheel):
     """Tags the wheel by what is in it: the kernels bind to no Python, only to the platform."""
 
     def get_tag(self):
-        native = list(Path(self.distribution.get_command_obj("build_py").build_lib or "").glob(f"{PACKAGE}/_native/*.so"))
+        built = Path(self.get_finalized_command("build_py").build_lib, PACKAGE, "_native")
+        native = list(built.glob("*.so"))
         return ("py3", "none", super().get_tag()[2] if native else "any")
 
 

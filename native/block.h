@@ -13,6 +13,11 @@ constexpr int kBlock = 64;  // rows per block; also the stride of the score buff
 // Rows scored together: as many accumulators as the registers hold beside the query and one widened row.
 template <int TILE> constexpr int kRowsTogether = (TILE == 4 && kRegisters < 32) ? 2 : 4;
 
+// Vectors of columns summed together: enough independent sums to hide the latency of a multiply-add, few enough that none
+// of them leaves the registers.
+template <int TILE> constexpr int kColumnsTogether = kRegisters < 32 ? (TILE == 1 ? 8 : TILE == 2 ? 4 : TILE == 3 ? 3 : 2)
+                                                                     : (TILE == 1 ? 8 : 4);
+
 // Starts loading rows that a later pass reads; the hardware follows a plane but not the step from one segment to the next.
 struct Ahead {
     const char *at = nullptr;
@@ -135,13 +140,10 @@ KVS_INLINE void value_columns(const float *weights, const typename E::Stored *va
 template <class E, int TILE>
 void value_tile(const float *weights, const typename E::Stored *value, int dim, int rows, const float *factor, float *u) {
     constexpr int W = kWidth;
-    constexpr int kMost = TILE == 1 ? 8 : (TILE == 4 && kRegisters < 32) ? 2 : 4;
+    constexpr int kMost = kColumnsTogether<TILE>;
     int column = 0;
     for (; column + kMost * W <= dim; column += kMost * W)
         value_columns<E, W, TILE, kMost>(weights, value, dim, rows, column, factor, u);
-    if constexpr (kMost > 4)
-        for (; column + 4 * W <= dim; column += 4 * W)
-            value_columns<E, W, TILE, 4>(weights, value, dim, rows, column, factor, u);
     if constexpr (kMost > 2)
         for (; column + 2 * W <= dim; column += 2 * W)
             value_columns<E, W, TILE, 2>(weights, value, dim, rows, column, factor, u);

@@ -21,7 +21,7 @@ class SegmentLayout:
     """Geometry of one segment: the K and V rows of `chunk_tokens` positions of one layer.
 
     `kv_heads` and `query_heads` are head counts, `head_dim` is in elements, `chunk_tokens` and `page_tokens` in tokens.
-    `dtype` is ``float32``, ``bfloat16`` or ``float16``. Raises `ConfigurationError` for a geometry that cannot be stored.
+    `dtype` is ``float32``, ``bfloat16`` or ``float16``. A geometry that cannot be stored raises `ConfigurationError`.
     """
 
     kv_heads: int
@@ -43,7 +43,9 @@ class SegmentLayout:
         if self.head_dim % 8 or self.head_dim > 256:
             raise _invalid(f"head_dim must be a multiple of 8 from 8 to 256, got {self.head_dim}")
         if self.chunk_tokens % self.page_tokens:
-            raise _invalid(f"chunk_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.chunk_tokens}")
+            raise _invalid(
+                f"chunk_tokens must be a multiple of page_tokens ({self.page_tokens}), is {self.chunk_tokens}"
+            )
 
     @property
     def query_group(self) -> int:

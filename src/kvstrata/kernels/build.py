@@ -1,8 +1,8 @@
 """Compiles the native kernels: one shared object per instruction-set level, each from the same sources.
 
-``python -m kvstrata.kernels.build`` compiles into the package itself; ``setup.py`` loads this file by path, so it imports
-nothing but the standard library. A level whose flags the compiler rejects is left out; with none built the package
-works on PyTorch alone.
+``python -m kvstrata.kernels.build`` compiles into the package itself; ``setup.py`` loads this file by path, so it
+imports nothing but the standard library. A level whose flags the compiler rejects is left out; with none built the
+package works on PyTorch alone.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _compile(compiler: list[str], level: str, files: list[Path], target: Path) -
         command = [*compiler, *COMMON_FLAGS, *LEVEL_FLAGS[level], *map(str, files), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=300)
-            why = None if done.returncode == 0 else _first_error(done.stderr) or f"{compiler[0]} exited {done.returncode}"
+            why = _first_error(done.stderr) or f"{compiler[0]} exited {done.returncode}" if done.returncode else None
         except (OSError, subprocess.TimeoutExpired) as error:
             why = str(error)
         if why is None and not made.is_file():

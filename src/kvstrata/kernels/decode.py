@@ -96,12 +96,11 @@ class DecodeAttention:
             return
         if key.stride(3) != 1 or value.stride(3) != 1:
             key, value = key.contiguous(), value.contiguous()
-        self._native.check(
-            self._native.append(
-                self._geometry, table.pointer, len(table.segments), start, rows,
-                key.data_ptr(), key.stride(1), key.stride(2), value.data_ptr(), value.stride(1), value.stride(2),
-            )  # fmt: skip
-        )
+        status = self._native.append(
+            self._geometry, table.pointer, len(table.segments), start, rows,
+            key.data_ptr(), key.stride(1), key.stride(2), value.data_ptr(), value.stride(1), value.stride(2),
+        )  # fmt: skip
+        self._native.check(status)
 
     def attend(self, query: Tensor, table: BlockTable, tokens: int) -> Tensor:
         """Attention of `query` [1, query_heads, 1, head_dim] over tokens [0, tokens).
@@ -114,12 +113,11 @@ class DecodeAttention:
             state = attend_pages(table, query.view(self._out_shape[2:]), 0, tokens, self.scale)
             return state.output(self._dtype).view(self._out_shape)
         out = torch.empty(self._out_shape, dtype=self._dtype)
-        self._native.check(
-            self._native.attend(
-                self._geometry, self._pool, table.pointer, len(table.segments), 0, tokens,
-                query.data_ptr(), self.scale, out.data_ptr(), None, None, None,
-            )  # fmt: skip
-        )
+        status = self._native.attend(
+            self._geometry, self._pool, table.pointer, len(table.segments), 0, tokens,
+            query.data_ptr(), self.scale, out.data_ptr(), None, None, None,
+        )  # fmt: skip
+        self._native.check(status)
         return out
 
     def partial(self, query: Tensor, table: BlockTable, start: int, stop: int) -> PartialState:
@@ -130,12 +128,11 @@ class DecodeAttention:
             return attend_pages(table, query.view(self._out_shape[2:]), start, stop, self.scale)
         heads, dim = self._out_shape[2:]
         state = PartialState(torch.empty(heads), torch.empty(heads), torch.empty(heads, dim))
-        self._native.check(
-            self._native.attend(
-                self._geometry, self._pool, table.pointer, len(table.segments), start, stop,
-                query.data_ptr(), self.scale, None, state.m.data_ptr(), state.l.data_ptr(), state.u.data_ptr(),
-            )  # fmt: skip
-        )
+        status = self._native.attend(
+            self._geometry, self._pool, table.pointer, len(table.segments), start, stop,
+            query.data_ptr(), self.scale, None, state.m.data_ptr(), state.l.data_ptr(), state.u.data_ptr(),
+        )  # fmt: skip
+        self._native.check(status)
         return state
 
     def gather(self, table: BlockTable, start: int, stop: int, out_k: Tensor, out_v: Tensor) -> None:
@@ -157,12 +154,11 @@ class DecodeAttention:
         if self._native is None or not table.native or out_k.device.type != "cpu":
             gather_rows(table, start, stop, out_k, out_v)
             return
-        self._native.check(
-            self._native.gather(
-                self._geometry, self._pool, table.pointer, len(table.segments), start, stop,
-                out_k.data_ptr(), out_v.data_ptr(), out_k.stride(0), int(out_k.dtype != self._dtype),
-            )  # fmt: skip
-        )
+        status = self._native.gather(
+            self._geometry, self._pool, table.pointer, len(table.segments), start, stop,
+            out_k.data_ptr(), out_v.data_ptr(), out_k.stride(0), int(out_k.dtype != self._dtype),
+        )  # fmt: skip
+        self._native.check(status)
 
     def _checked_query(self, query: Tensor) -> Tensor:
         if query.shape != self._query_shape or query.dtype != self._dtype:

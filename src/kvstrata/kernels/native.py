@@ -75,8 +75,8 @@ class KernelReport:
 class NativeKernels:
     """The functions of one level, as declared in ``native/kvstrata.h``.
 
-    Attributes `attend`, `append`, `append_and_attend`, `gather` and `merge` take addresses as ints, block until done with
-    the interpreter lock released, and return a status for `check`.
+    Attributes `attend`, `append`, `append_and_attend`, `gather` and `merge` take addresses as ints, block until done
+    with the interpreter lock released, and return a status for `check`.
     """
 
     def __init__(self, level: str, path: Path) -> None:
@@ -84,19 +84,18 @@ class NativeKernels:
         self.path = path
         library = ctypes.CDLL(str(path))
         pointer, size = c_void_p, c_int64
-        table = (pointer, size)
+        paged = (pointer, size)
+        rows = (pointer, size, size)
         self.attend = _bind(
-            library, "kvs_attend", pointer, pointer, *table, size, size, pointer, c_float, pointer, pointer, pointer, pointer
+            library, "kvs_attend", pointer, pointer, *paged, size, size, pointer, c_float, *[pointer] * 4
         )
-        self.append = _bind(
-            library, "kvs_append", pointer, *table, size, size, pointer, size, size, pointer, size, size
-        )
+        self.append = _bind(library, "kvs_append", pointer, *paged, size, size, *rows, *rows)
         self.append_and_attend = _bind(
             library, "kvs_append_and_attend",
-            pointer, pointer, *table, size, pointer, size, pointer, size, pointer, c_float, pointer,
+            pointer, pointer, *paged, size, pointer, size, pointer, size, pointer, c_float, pointer,
         )  # fmt: skip
         self.gather = _bind(
-            library, "kvs_gather", pointer, pointer, *table, size, size, pointer, pointer, size, c_int32
+            library, "kvs_gather", pointer, pointer, *paged, size, size, pointer, pointer, size, c_int32
         )
         self.merge = _bind(library, "kvs_merge", size, size, *[pointer] * 9)
         self._create = library.kvs_pool_create
@@ -168,7 +167,7 @@ def load(level: str | None = None, folder: Path | None = None) -> NativeKernels 
     """Loads `level`, else the one that ``KVSTRATA_ISA`` names, else the best available.
 
     Returns None for ``torch``, and when nothing is named and nothing is available: callers then use PyTorch. Raises
-    `ConfigurationError` for an unknown name and `KernelUnavailable` for a named level that is not built or not runnable.
+    `ConfigurationError` for an unknown name, `KernelUnavailable` for a named level that is not built or not runnable.
     """
     source = "level"
     if level is None and (named := os.environ.get(ENVIRONMENT)):
@@ -190,8 +189,7 @@ def load(level: str | None = None, folder: Path | None = None) -> NativeKernels 
             f"{source} names the kernel level {level!r}, which is not available: {why}",
             f"unset {ENVIRONMENT} to use the best level, or set it to {TORCH}",
         )
-    kernels = NativeKernels(level, folder / object_name(level))
-    return kernels
+    return NativeKernels(level, folder / object_name(level))
 
 
 def describe(folder: Path | None = None) -> KernelReport:

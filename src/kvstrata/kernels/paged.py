@@ -48,6 +48,12 @@ class _Run:
         """The run's rows of a plane, [kv_heads, pages, rows, head_dim]."""
         return plane[:, self.page : self.page + self.pages, self.row : self.row + self.count // self.pages]
 
+    def split(self, rows: Tensor) -> Tensor:
+        """Rows [kv_heads, count, head_dim] as a view [kv_heads, pages, rows, head_dim]."""
+        heads, row, element = rows.stride()
+        each = self.count // self.pages
+        return rows.as_strided((rows.shape[0], self.pages, each, rows.shape[2]), (heads, each * row, row, element))
+
 
 def _runs(layout: SegmentLayout, start: int, stop: int) -> Iterator[_Run]:
     token = start
@@ -68,17 +74,17 @@ def append_rows(table: BlockTable, key: Tensor, value: Tensor, start: int) -> No
         planes = segment_planes(table.segments[run.segment], layout)
         at = slice(run.token - start, run.token - start + run.count)
         for plane, rows in zip(planes, (key, value), strict=True):
-            run.of(plane).copy_(rows[:, at].unflatten(1, (run.pages, -1)))
+            run.of(plane).copy_(run.split(rows[:, at]))
 
 
 def gather_rows(table: BlockTable, start: int, stop: int, key: Tensor, value: Tensor) -> None:
-    """Copies tokens [start, stop) to `key` and `value` [kv_heads, stop - start, head_dim], widening if they are fp32."""
+    """Copies tokens [start, stop) to `key` and `value` [kv_heads, stop - start, head_dim], widened if fp32."""
     layout = table.layout
     for run in _runs(layout, start, stop):
         planes = segment_planes(table.segments[run.segment], layout)
         at = slice(run.token - start, run.token - start + run.count)
         for plane, rows in zip(planes, (key, value), strict=True):
-            rows[:, at].unflatten(1, (run.pages, -1)).copy_(run.of(plane))
+            run.split(rows[:, at]).copy_(run.of(plane))
 
 
 def attend_pages(table: BlockTable, query: Tensor, start: int, stop: int, scale: float) -> PartialState:

@@ -2,8 +2,8 @@
 
 The softmax over a set of rows splits over any partition of it: with m the largest score, l = sum exp(s - m) and
 u = sum exp(s - m) v, two parts are brought onto the larger maximum and added (Milakov and Gimelshein 2018, "Online
-normalizer calculation for softmax"; used blockwise by FlashAttention, Dao et al. 2022). In exact arithmetic the merge is
-associative and commutative; in fp32 it is so to rounding.
+normalizer calculation for softmax"; used blockwise by FlashAttention, Dao et al. 2022). In exact arithmetic the merge
+is associative and commutative; in fp32 it is so to rounding.
 """
 
 from __future__ import annotations

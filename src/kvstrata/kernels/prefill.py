@@ -1,0 +1,169 @@
+"""Exact causal attention for a block of new rows over a paged history.
+
+The history is widened to fp32 piece by piece in a bounded workspace. Each piece, and the causal triangle of the new
+rows themselves, gives an output and the logarithm of its softmax denominator; these are merged in fp32 (the identity
+of `kvstrata.kernels.state`, on normalised outputs). Query heads that share a K/V head are folded into rows, so that a
+piece is read once for the whole group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvstrata.contract.layout import SegmentLayout
+from kvstrata.errors import ConfigurationError, Reason
+from kvstrata.kernels.block_table import BlockTable
+from kvstrata.kernels.paged import torch_dtype
+
+__all__ = ["PIECE_TOKENS", "PrefillWorkspace", "prefill_attention", "prefill_workspace_bytes"]
+
+PIECE_TOKENS = 2048
+"""Tokens of history widened at a time. Below about 1024 the attention operator loses speed."""
+
+Gather = Callable[[BlockTable, int, int, Tensor, Tensor], None]
+
+
+class PrefillWorkspace:
+    """Buffers of `prefill_attention` for blocks of up to `rows` rows; reused by all layers of one layout.
+
+    Not for two threads at once.
+    """
+
+    def __init__(
+        self,
+        layout: SegmentLayout,
+        rows: int,
+        piece_tokens: int = PIECE_TOKENS,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check_sizes(rows, piece_tokens)
+        self.layout = layout
+        self.rows = rows
+        self.piece_tokens = piece_tokens
+        self._buffer = torch.empty(_held_floats(layout, rows, piece_tokens), device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held. The transient rest of `prefill_workspace_bytes` is allocated and freed inside each call."""
+        return self._buffer.nbytes
+
+    def carve(self, *shapes: tuple[int, ...]) -> list[Tensor]:
+        """Disjoint fp32 views of the buffer."""
+        views, at = [], 0
+        for shape in shapes:
+            size = torch.Size(shape).numel()
+            views.append(self._buffer[at : at + size].view(shape))
+            at += size
+        return views
+
+
+def prefill_workspace_bytes(layout: SegmentLayout, rows: int, piece_tokens: int = PIECE_TOKENS) -> int:
+    """Bytes that `prefill_attention` uses on the CPU beyond its inputs and its output, for a block of `rows` rows.
+
+    Counts the `PrefillWorkspace` and what each call allocates for a moment: two fp32 outputs, the logarithms of their
+    denominators, and the score blocks of PyTorch's attention operator, one for each of its threads.
+    """
+    _check_sizes(rows, piece_tokens)
+    outputs = 2 * layout.query_heads * rows * layout.head_dim
+    denominators = 4 * layout.query_heads * rows
+    triangle = _operator_floats(layout, rows, rows)
+    operator = max(triangle, _operator_floats(layout, layout.query_group * rows, piece_tokens))
+    return 4 * (_held_floats(layout, rows, piece_tokens) + outputs + denominators + operator)
+
+
+def prefill_attention(
+    query: Tensor,
+    table: BlockTable,
+    past_tokens: int,
+    key_new: Tensor,
+    value_new: Tensor,
+    scale: float,
+    gather: Gather,
+    workspace: PrefillWorkspace,
+) -> Tensor:
+    """Attention of n query rows at positions past_tokens, ..., past_tokens + n - 1 over all rows up to their own.
+
+    `query` is [1, query_heads, n, head_dim]; `key_new` and `value_new` [1, kv_heads, n, head_dim] are the rows of the
+    block itself, which need not be in `table` yet. `gather` is `DecodeAttention.gather`. Returns
+    [1, n, query_heads, head_dim], contiguous, of the cache dtype. Scores, softmax and merge are fp32 for every dtype.
+    """
+    layout = workspace.layout
+    rows = query.shape[2] if query.dim() == 4 else 0
+    kv_heads, group, dim = layout.kv_heads, layout.query_group, layout.head_dim
+    if query.shape != (1, layout.query_heads, rows, dim) or not 1 <= rows <= workspace.rows:
+        raise _invalid(f"query must be (1, {layout.query_heads}, 1..{workspace.rows}, {dim}), got {tuple(query.shape)}")
+    if not key_new.shape == value_new.shape == (1, kv_heads, rows, dim):
+        raise _invalid(
+            f"key_new and value_new must be {(1, kv_heads, rows, dim)}, "
+            f"got {tuple(key_new.shape)} and {tuple(value_new.shape)}"
+        )
+    if not 0 <= past_tokens <= table.capacity:
+        raise _invalid(f"past_tokens must be from 0 to {table.capacity}, got {past_tokens}")
+
+    q, k_new, v_new, pieces = workspace.carve(
+        (kv_heads, group, rows, dim),
+        (kv_heads, 1, rows, dim),
+        (kv_heads, 1, rows, dim),
+        (2 * kv_heads * min(workspace.piece_tokens, max(past_tokens, 1)) * dim,),
+    )
+    q.view(query.shape).copy_(query)
+    k_new.copy_(key_new.transpose(0, 1))
+    v_new.copy_(value_new.transpose(0, 1))
+    out, lse = _attend(q, k_new.expand(q.shape), v_new.expand(q.shape), scale, causal=True)
+
+    folded = q.view(1, kv_heads, group * rows, dim)
+    for start in range(0, past_tokens, workspace.piece_tokens):
+        stop = min(past_tokens, start + workspace.piece_tokens)
+        key, value = pieces[: 2 * kv_heads * (stop - start) * dim].view(2, kv_heads, stop - start, dim)
+        gather(table, start, stop, key, value)
+        more, more_lse = _attend(folded, key.unsqueeze(0), value.unsqueeze(0), scale, causal=False)
+        more, more_lse = more.view(q.shape), more_lse.view(lse.shape)
+        merged = torch.logaddexp(lse, more_lse)
+        out.mul_((lse - merged).exp_().unsqueeze(-1))
+        out.addcmul_(more, (more_lse - merged).exp_().unsqueeze(-1))
+        lse = merged
+        del more, more_lse  # before the next piece's are allocated: the workspace counts one
+
+    result = torch.empty((1, rows, layout.query_heads, dim), dtype=torch_dtype(layout), device=query.device)
+    result.view(rows, kv_heads, group, dim).copy_(out.permute(2, 0, 1, 3))
+    return result
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Normalised output [b, h, q, d] and log of the softmax denominator [b, h, q], all fp32."""
+    flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if flash is not None and query.device.type == "cpu":
+        out, lse = flash(query, key, value, 0.0, causal, scale=scale)
+        return out, lse
+    scores = query @ key.transpose(-1, -2) * scale
+    if causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(above, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    return scores.sub_(lse.unsqueeze(-1)).exp_() @ value, lse
+
+
+def _held_floats(layout: SegmentLayout, rows: int, piece_tokens: int) -> int:
+    query = layout.query_heads * rows
+    return layout.head_dim * (query + 2 * layout.kv_heads * rows + 2 * layout.kv_heads * piece_tokens)
+
+
+def _operator_floats(layout: SegmentLayout, query_rows: int, key_rows: int) -> int:
+    # Block sizes read from PyTorch's CPU flash attention (2.9 to 2.13): scores, two running values and the output of
+    # each block of query rows, for each thread.
+    block = min(query_rows, 256 if query_rows >= 768 else 64 if query_rows >= 192 else 32)
+    return torch.get_num_threads() * block * (min(key_rows, 512) + 2 + layout.head_dim)
+
+
+def _check_sizes(rows: int, piece_tokens: int) -> None:
+    if rows < 1:
+        raise _invalid(f"rows must be at least 1, got {rows}")
+    if piece_tokens < 1:
+        raise _invalid(f"piece_tokens must be at least 1, got {piece_tokens}")
+
+
+def _invalid(cause: str) -> ConfigurationError:
+    return ConfigurationError(Reason.INVALID_ARGUMENT, cause)
