@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from kvstrata.contract.identity import ModelIdentity, Namespace
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.cost.residency import required_slots
@@ -17,7 +15,7 @@ from kvstrata.engines.transformers.loading import LoadedModel
 from kvstrata.engines.transformers.memory import Memory
 from kvstrata.errors import BudgetError, ConfigurationError, Reason
 from kvstrata.kernels.decode import DecodeAttention
-from kvstrata.kernels.prefill import prefill_workspace_bytes
+from kvstrata.kernels.prefill import PrefillWorkspace, prefill_workspace_bytes
 from kvstrata.store.store import Store
 
 __all__ = ["attach", "parse_bytes"]
@@ -43,14 +41,16 @@ def attach(
 ) -> Memory:
     """Let `model` keep its K/V history in layered memory for the length of a `with` block. Exact.
 
-    model: a Transformers model or what `load_model` returned. store: an open `Store`, or a directory that is opened
-    (and made if it is not there) for the block. budget: bytes of fast memory for arena, staging and workspace, as a
-    number or like `"64MiB"`; `None` takes what the model's whole context needs. model_id: the caller's own name for the
-    weights; without it a digest of the artefact, or of the live weights. adapters: names of loaded adapters, in order. tenant,
-    salt: nothing is shared across either. chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows a
-    forward step computes at once. readers: threads that read files. threads: threads of the kernels (default:
-    PyTorch's).
-    kernel_level: a native level, or `torch`; default the best one built.
+    - model: a Transformers model, or what `load_model` returned.
+    - store: an open `Store`, or a directory that is opened (and made if it is not there) for the block.
+    - budget: bytes of fast memory for arena, staging and workspace, as a number or like `"64MiB"`; `None` takes what
+      the model's whole context needs.
+    - model_id: the caller's own name for the weights; without it a digest of the artefact, or of the live weights.
+    - adapters: names of the adapters that are loaded, in order.
+    - tenant, salt: nothing is shared across either.
+    - chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows that a forward step computes at once.
+    - readers: threads that read files. threads: threads of the kernels (default: PyTorch's).
+    - kernel_level: a native level, or `torch`; default: the best one that is built and runs here.
 
     Nothing is computed or reserved for good before the block is entered. Errors: `UnsupportedError` for a model that
     cannot be served exactly, `BudgetError` with the bytes that would do, `StoreError`, `ConfigurationError`.
@@ -81,7 +81,8 @@ def attach(
         layout,
         budget=total,
         slots=slots,
-        workspace=torch.empty(workspace, dtype=torch.uint8, device=module.device),
+        workspace=PrefillWorkspace(layout, prefill_chunk, device=module.device),
+        workspace_bytes=workspace,
         kernel=DecodeAttention(layout, threads=threads, level=kernel_level),
         prefill_chunk=prefill_chunk,
         readers=readers,

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from kvstrata.contract.identity import ChunkContext
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import Ledger, RestoreReceipt, SaveReceipt
@@ -21,6 +19,7 @@ from kvstrata.engines.transformers.cache import RequestCache
 from kvstrata.engines.transformers.request import Request
 from kvstrata.errors import BudgetError, ConfigurationError, Reason, StateError
 from kvstrata.kernels.decode import DecodeAttention
+from kvstrata.kernels.prefill import PrefillWorkspace
 from kvstrata.placement.layer_ahead import LayerAhead
 from kvstrata.ports import Clock
 from kvstrata.runtime.ledger import LedgerBook
@@ -48,7 +47,8 @@ class Memory:
         *,
         budget: int,
         slots: int,
-        workspace: torch.Tensor,
+        workspace: PrefillWorkspace,
+        workspace_bytes: int,
         kernel: DecodeAttention,
         prefill_chunk: int,
         readers: int,
@@ -61,6 +61,7 @@ class Memory:
         self.layout = layout
         self.kernel = kernel
         self.workspace = workspace
+        self._workspace_bytes = workspace_bytes
         self.prefill_chunk = prefill_chunk
         self.budget = budget
         self.device = model.device
@@ -76,7 +77,7 @@ class Memory:
         self._backing = open_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing)
         self.directory = Directory(self.arena, context.abi.layers)
-        self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace.numel())
+        self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
         self._publisher = Publisher(self.directory, store.tier, layout, clock) if not store.read_only else None
         self._promoter: Promoter | None = None
         self.quiet_kwargs: dict[str, Any] = {}
@@ -281,7 +282,7 @@ class Memory:
             self.model.config._attn_implementation = self._implementation
 
     def _budget_for(self, slots: int) -> int:
-        return slots * self._backing.stride + self.workspace.numel()
+        return slots * self._backing.stride + self._workspace_bytes
 
     def _attached(self) -> Promoter:
         if self._original is None or self._promoter is None:

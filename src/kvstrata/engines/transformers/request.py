@@ -95,7 +95,21 @@ class Request:
             output = kernel.append_and_attend(key, value, query, table, start)
         else:
             kernel.append(key, value, table, start)
-            output = prefill_attention(query, table, start, key, value, scale, kernel, self.memory.workspace)
+            size = self.memory.prefill_chunk
+            parts = [
+                prefill_attention(
+                    query[:, :, i : i + size],
+                    table,
+                    start + i,
+                    key[:, :, i : i + size],
+                    value[:, :, i : i + size],
+                    scale,
+                    kernel.gather,
+                    self.memory.workspace,
+                )
+                for i in range(0, rows, size)
+            ]
+            output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         self.plan.after_layer(layer)
         return output
 

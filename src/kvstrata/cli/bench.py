@@ -1,0 +1,79 @@
+"""`kvstrata bench`: figures as ratios, each beside a baseline of the same run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvstrata.cli.exits import ExitCode
+from kvstrata.cli.options import JsonOption
+from kvstrata.cli.output import Output
+from kvstrata.lab.bench import BENCHES, BenchReport, run_bench
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("bench", epilog="Example: `kvstrata bench decode --json`")(bench)
+
+
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(BENCHES)}, or `all`.")] = "all",
+    model: Annotated[str, typer.Option("--model", help="As for `kvstrata generate`.")] = "smollm2",
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", help="Repeat for several; default: the bench's.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="History length; default: the bench's.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Interleaved rounds.")] = None,
+    json: JsonOption = False,
+) -> int:
+    """Measure. Exit code 1 when a figure misses its goal; the figures are printed all the same."""
+    output = Output(json)
+    names = list(BENCHES) if name == "all" else [name]
+    reports = []
+    for each in names:
+        output.note(f"bench {each} ...")
+        settings = _settings(each, model, dtype, tokens, rounds)
+        reports.append(run_bench(each, progress=lambda text: output.note(f"  {text}"), **settings))
+    data: dict[str, Any] = (
+        reports[0].to_json() if name != "all" else {"benches": [report.to_json() for report in reports]}
+    )
+    output.result(data, Group(*(_table(report) for report in reports)))
+    return ExitCode.OK if all(report.met for report in reports) else ExitCode.CHECK_FAILED
+
+
+def _settings(
+    name: str, model: str, dtype: list[str] | None, tokens: int | None, rounds: int | None
+) -> dict[str, object]:
+    settings: dict[str, object] = {"source": model}
+    if dtype:
+        settings |= {"dtype": dtype[0]} if name == "memory" else {"dtypes": dtype}
+    if tokens:
+        settings |= {"lengths": [tokens]} if name == "decode" else {"tokens": tokens}
+    if rounds and name != "memory":
+        settings |= {"rounds": rounds}
+    return settings
+
+
+def _table(report: BenchReport) -> RenderableType:
+    table = Table(title=f"{report.bench}, {report.environment['threads']} threads, {report.environment['cpu']}")
+    for column in ("figure", "value", "baseline", "ratio (95 %)", "goal", "met", "n", "class"):
+        table.add_column(column)
+    for row in report.rows:
+        bounds = f" ({row.low:.3f}-{row.high:.3f})" if row.low is not None and row.high is not None else ""
+        table.add_row(
+            row.name,
+            f"{row.value:.4g} {row.unit}",
+            "" if row.baseline is None else f"{row.baseline:.4g}",
+            "" if row.ratio is None else f"{row.ratio:.3f}{bounds}",
+            row.goal,
+            {True: "yes", False: "NO", None: ""}[row.met],
+            str(row.n),
+            row.evidence,
+        )
+    return Group(table, Text(""))
