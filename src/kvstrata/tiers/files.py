@@ -154,19 +154,20 @@ class FileTier:
         sources = _as_bytes(identity, layout, segments)
         payload = len(sources) * payload_bytes(layout, len(identity.token_ids))
         start = self._clock()
-        if self._occupant(identity.digest, layout) is WriteOutcome.ALREADY_PRESENT:
+        met = self._occupant(identity.digest, layout)
+        if met is WriteOutcome.ALREADY_PRESENT:
             return WriteReceipt(WriteOutcome.ALREADY_PRESENT, 0, payload, 0.0, 0.0, self._clock() - start)
         hashing = self._clock()
         header = Header.of(identity, layout, sources)
         copying = self._clock()
         try:
-            temporary = self._create(identity.digest)
+            temporary, fd = self._create(identity.digest)
             try:
-                self._copy(temporary, header, sources)
+                self._copy(fd, header, sources)
                 validating = self._clock()
                 self._validate(temporary, header)
                 publishing = self._clock()
-                outcome = self._publish(temporary, identity.digest, layout)
+                outcome = self._publish(temporary, identity.digest, layout, met)
             finally:
                 with contextlib.suppress(OSError):
                     self._files.unlink(temporary)
@@ -211,18 +212,16 @@ class FileTier:
             self._revoked.discard(chunk)
         return True
 
-    def _create(self, chunk: bytes) -> Path:
+    def _create(self, chunk: bytes) -> tuple[Path, int]:
         self._files.makedirs(self.root / "tmp")
         while True:
             temporary = self.root / "tmp" / f"{chunk.hex()}.{os.getpid()}-{next(self._serial)}"
             try:
-                self._files.close(self._files.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR))
+                return temporary, self._files.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR)
             except FileExistsError:
                 continue
-            return temporary
 
-    def _copy(self, temporary: Path, header: Header, sources: Sequence[Sequence[memoryview]]) -> None:
-        fd = self._files.open(temporary, os.O_RDWR)
+    def _copy(self, fd: int, header: Header, sources: Sequence[Sequence[memoryview]]) -> None:
         try:
             with self._capacity.reserving(header.file_bytes) if self._capacity else contextlib.nullcontext():
                 self._files.allocate(fd, header.file_bytes)
@@ -250,10 +249,9 @@ class FileTier:
         if not same:
             raise StoreError(Reason.STORE_IO, f"the header written to {self.root} reads back otherwise")
 
-    def _publish(self, temporary: Path, chunk: bytes, layout: SegmentLayout) -> WriteOutcome:
+    def _publish(self, temporary: Path, chunk: bytes, layout: SegmentLayout, outcome: WriteOutcome) -> WriteOutcome:
         final = self.path(chunk)
         self._files.makedirs(final.parent)
-        outcome = WriteOutcome.WRITTEN
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
                 self._files.link(temporary, final)
