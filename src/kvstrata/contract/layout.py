@@ -44,7 +44,7 @@ class SegmentLayout:
             raise _invalid(f"head_dim must be a multiple of 8 from 8 to 256, got {self.head_dim}")
         if self.chunk_tokens % self.page_tokens:
             raise _invalid(
-                f"chunk_tokens must be a multiple of page_tokens ({self.page_tokens}), is {self.chunk_tokens}"
+                f"chunk_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.chunk_tokens}"
             )
 
     @property

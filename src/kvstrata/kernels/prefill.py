@@ -134,7 +134,7 @@ def prefill_attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Normalised output [b, h, q, d] and log of the softmax denominator [b, h, q], all fp32."""
-    flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    flash = _flash()
     if flash is not None and query.device.type == "cpu":
         out, lse = flash(query, key, value, 0.0, causal, scale=scale)
         return out, lse
@@ -144,6 +144,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: 
         scores.masked_fill_(above, -torch.inf)
     lse = scores.logsumexp(dim=-1)
     return scores.sub_(lse.unsqueeze(-1)).exp_() @ value, lse
+
+
+def _flash() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    # A private operator of PyTorch, and the only one on the CPU that also returns the denominators.
+    return getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def _held_floats(layout: SegmentLayout, rows: int, piece_tokens: int) -> int:
