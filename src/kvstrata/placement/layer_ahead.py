@@ -67,6 +67,7 @@ class LayerAhead:
         self._next_layer = 0
         self._planned: tuple[int, int, int] | None = None
         self._grants = np.zeros((2, self.layers, 0), np.int64)
+        self._verified = [-1] * self.layers
         self.staged_peak = 0
         self._reset_counters()
 
@@ -104,9 +105,13 @@ class LayerAhead:
             self._moved_segments += len(batch.items)
             self._read_s += read_s
             self._enter_layer(layer)
-        slots, generations = self._grants[0, layer], self._grants[1, layer]
-        if not np.array_equal(self.directory.arena.generations[slots], generations):
-            raise StateError(Reason.NOT_COMMITTED, f"a slot of layer {layer} changed hands under its table")
+        arena = self.directory.arena
+        epoch = arena.epoch
+        if self._verified[layer] != epoch:
+            slots, generations = self._grants[0, layer], self._grants[1, layer]
+            if not (arena.generations[slots] == generations).all():
+                raise StateError(Reason.NOT_COMMITTED, f"a slot of layer {layer} changed hands under its table")
+            self._verified[layer] = epoch
         return self.tables[layer]
 
     def after_layer(self, layer: int) -> None:
@@ -233,6 +238,7 @@ class LayerAhead:
         history = self.history
         width = len(history.chunks) + len(history.tail)
         self._grants = np.zeros((2, self.layers, width), np.int64)
+        self._verified = [-1] * self.layers
         for layer in range(self.layers):
             self.tables[layer].truncate(0)
             self._enter_layer(layer)
@@ -243,6 +249,7 @@ class LayerAhead:
 
     def _enter(self, layer: int, first: int, grants: Sequence[Grant | None]) -> None:
         table, (slots, generations) = self.tables[layer], self._grants[:, layer]
+        self._verified[layer] = -1
         for index, grant in enumerate(grants, first):
             if grant is None:
                 # A generation no slot ever has: reading this entry before it is filled is refused.

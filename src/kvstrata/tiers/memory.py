@@ -78,7 +78,8 @@ class HostBacking:
 class MemoryArena:
     """Slots, their generations and who holds them. Thread-safe; no call blocks.
 
-    slot_bytes: payload of one slot. backing: where the bytes are.
+    slot_bytes: payload of one slot. backing: where the bytes are. generations: of every slot. epoch: moves whenever any
+    generation does, so that an unchanged epoch vouches for all of them.
     """
 
     def __init__(self, slot_bytes: int, backing: Backing) -> None:
@@ -88,6 +89,7 @@ class MemoryArena:
         self.backing = backing
         self.slots = backing.slots
         self.generations: npt.NDArray[np.int64] = np.zeros(self.slots, np.int64)
+        self.epoch = 0
         self._states = [SlotState.FREE] * self.slots
         self._owners: list[Hashable | None] = [None] * self.slots
         self._holders = [0] * self.slots
@@ -114,6 +116,7 @@ class MemoryArena:
             self._move(slot, SlotState.RESERVED)
             self._owners[slot] = owner
             self.generations[slot] += 1
+            self.epoch += 1
             self.peak_slots = max(self.peak_slots, self.slots - len(self._free))
             return Grant(slot, int(self.generations[slot]))
 
@@ -183,4 +186,5 @@ class MemoryArena:
         self._owners[slot] = None
         # The generation moves on release as well, so that a table entry of the old owner never looks current.
         self.generations[slot] += 1
+        self.epoch += 1
         self._free.append(slot)
