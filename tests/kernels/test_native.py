@@ -43,7 +43,7 @@ def test_the_environment_names_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DecodeAttention(layout).level == "torch"
     assert DecodeAttention(layout, level="portable").level == "portable"
     monkeypatch.setenv(ENVIRONMENT, "sse9")
-    with pytest.raises(ConfigurationError, match="KVSTRATA_ISA must be one of .*, got 'sse9'"):
+    with pytest.raises(ConfigurationError, match=r"KVSTRATA_ISA must be one of .*, got 'sse9'"):
         load()
 
 
@@ -51,7 +51,7 @@ def test_a_named_level_that_is_not_built_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     assert load(folder=tmp_path) is None
     assert available_levels(tmp_path) == ()
-    with pytest.raises(KernelUnavailable, match="'avx2'.*not built: run python -m kvstrata.kernels.build"):
+    with pytest.raises(KernelUnavailable, match=r"'avx2'.*not built: run python -m kvstrata.kernels.build"):
         load("avx2", tmp_path)
 
 
