@@ -70,7 +70,7 @@ class Snapshot:
             "sequence": self.sequence,
             "token_ids": list(self.token_ids),
         }
-        outer = {"blake3": blake3(_dump(body)).hexdigest(), "format": SNAPSHOT_FORMAT, "snapshot": body}
+        outer = {"blake3": _checksum(SNAPSHOT_FORMAT, body), "format": SNAPSHOT_FORMAT, "snapshot": body}
         return _dump(outer) + b"\n"
 
     @classmethod
@@ -82,7 +82,7 @@ class Snapshot:
         try:
             outer: dict[str, Any] = json.loads(raw)
             body: dict[str, Any] = outer["snapshot"]
-            if outer["blake3"] != blake3(_dump(body)).hexdigest():
+            if outer["blake3"] != _checksum(outer["format"], body):
                 raise ValueError("its checksum is wrong")
             if outer["format"] > SNAPSHOT_FORMAT:
                 raise StoreError(
@@ -119,6 +119,10 @@ def chunk_identities(context: ChunkContext, token_ids: Sequence[int]) -> tuple[C
         identities.append(identity)
         parent = identity.digest
     return tuple(identities)
+
+
+def _checksum(version: object, body: dict[str, Any]) -> str:
+    return blake3(_dump([version, body])).hexdigest()
 
 
 def _dump(value: object) -> bytes:
