@@ -1,6 +1,7 @@
 """The command line: `kvstrata`. Parses, calls, prints.
 
 Every module of this folder that has a function `register(app)` adds its commands; nothing else has to know about it.
+`NAME.py`, or `NAME_commands.py` for a group, holds the command NAME; only that module is imported to run it.
 """
 
 from __future__ import annotations

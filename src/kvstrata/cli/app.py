@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import pkgutil
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -34,8 +35,8 @@ def version() -> str:
         return "unknown"
 
 
-def build_app() -> typer.Typer:
-    """The application with the commands of every module in this folder that has a function `register(app)`."""
+def build_app(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The application with the command that `arguments` name, or with all of them for a help text."""
     app = typer.Typer(help=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
     @app.callback(invoke_without_command=True)
@@ -49,11 +50,20 @@ def build_app() -> typer.Typer:
         if context.invoked_subcommand is None:
             Output(as_json=False).line(context.get_help())
 
-    for module in sorted(item.name for item in pkgutil.iter_modules(kvstrata.cli.__path__)):
+    for module in _modules(arguments):
         register = getattr(importlib.import_module(f"kvstrata.cli.{module}"), "register", None)
         if register is not None:
             register(app)
     return app
+
+
+def _modules(arguments: Sequence[str]) -> list[str]:
+    """Importing one module instead of all keeps commands that need no model free of PyTorch's import time."""
+    if list(arguments) == ["--version"]:
+        return []
+    found = sorted(item.name for item in pkgutil.iter_modules(kvstrata.cli.__path__))
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    return [name for name in found if name in {command, f"{command}_commands"}] or found
 
 
 def run(arguments: list[str]) -> int:
@@ -70,19 +80,22 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str], output: Output) -> int:
-    command = typer.main.get_command(build_app())
+    command = typer.main.get_command(build_app(arguments))
     try:
         result = command.main(args=arguments, prog_name="kvstrata", standalone_mode=False)
     except KvstrataError as error:
         output.error(error.reason, error.cause, error.next_step)
         return exit_code(error)
     except (typer.Abort, KeyboardInterrupt):
-        output.note("interrupted; what was stored before is intact")
-        return ExitCode.INTERRUPTED
+        result = ExitCode.INTERRUPTED
     except _CLICK_ERROR as error:
         return _usage(error, output)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else ExitCode.CHECK_FAILED
+        if isinstance(end.__context__, BrokenPipeError):
+            raise OutputClosed from end
+        result = end.code
+    if result == ExitCode.INTERRUPTED:
+        output.note("interrupted; what was stored before is intact")
     return result if isinstance(result, int) else ExitCode.OK
 
 
