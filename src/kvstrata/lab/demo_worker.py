@@ -1,0 +1,52 @@
+"""Entry of the demo's child processes: `python -m kvstrata.lab.demo_worker STAGE JOB`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvstrata.errors import KvstrataError
+from kvstrata.lab.demo_job import STAGES, DemoJob, Reporter
+
+__all__ = ["main"]
+
+_REFUSED = 3
+
+
+def main(arguments: list[str]) -> int:
+    """Run one stage; its result goes to a file named after it. Returns the exit code."""
+    stage, job = arguments[0], DemoJob.read(Path(arguments[1]))
+    assert stage in STAGES
+    report = Reporter()
+    started = time.perf_counter()
+    try:
+        report("starting", 0, 0)
+        result = _stage(stage)(job, report)
+    except KvstrataError as error:
+        report.error(type(error).__name__, error.reason, error.cause, error.next_step)
+        return _REFUSED
+    result["seconds"] = time.perf_counter() - started
+    job.file(f"{stage}.json").write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def _stage(name: str) -> Callable[[DemoJob, Reporter], dict[str, Any]]:
+    if name in ("prepare", "cold", "restored"):
+        from kvstrata.lab import demo_layered
+
+        return {
+            "prepare": demo_layered.prepare,
+            "cold": demo_layered.read_cold,
+            "restored": demo_layered.restore,
+        }[name]
+    from kvstrata.lab import demo_stock
+
+    return {"stock": demo_stock.read_stock, "timing": demo_stock.time_decoding}[name]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
