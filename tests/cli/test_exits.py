@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import sys
+
 import pytest
 
+from kvstrata.cli import main
 from kvstrata.cli.exits import ExitCode, exit_code
 from kvstrata.errors import (
     BudgetError,
@@ -36,3 +40,24 @@ from kvstrata.errors import (
 )
 def test_exit_codes(kind: type[KvstrataError], code: ExitCode) -> None:
     assert exit_code(kind(Reason.CLOSED, "cause")) is code
+
+
+@pytest.mark.parametrize("place", ["kvstrata.cli.app", "kvstrata.cli.doctor"])
+def test_ctrl_c_while_modules_are_still_loading_is_no_traceback(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    class Interrupting(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == place:
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, place, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert main(["doctor"]) == ExitCode.INTERRUPTED
+
+
+def test_without_its_extra_the_command_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvstrata.cli.app", raising=False)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert main(["doctor"]) == ExitCode.REFUSED
+    assert "pip install 'kvstrata[cli]'" in capsys.readouterr().err

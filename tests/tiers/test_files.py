@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from chunks_and_faults import LAYERS, LAYOUT, FaultyFiles, flip, make_chunk, tree
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.contract.identity import Namespace
@@ -61,6 +61,7 @@ def test_segments_are_aligned_for_ranged_reads(tmp_path: Path) -> None:
             assert raw[entry.offset : entry.offset + entry.length] == chunk.payload(layer)
 
 
+@settings(max_examples=30)
 @given(limit=st.integers(1, 20_000))
 def test_short_reads_and_writes_change_nothing(tmp_path_factory: pytest.TempPathFactory, limit: int) -> None:
     chunk = make_chunk(parts=2)

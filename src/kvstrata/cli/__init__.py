@@ -18,9 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvstrata` with `argv`, by default that of the process, without the program's name; returns the exit code."""
     try:
         from kvstrata.cli.app import run
+
+        return run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich", "click"}:
             raise
         sys.stderr.write(f"error: the command line needs {error.name}\n  next: pip install 'kvstrata[cli]'\n")
         return ExitCode.REFUSED
-    return run(sys.argv[1:] if argv is None else list(argv))

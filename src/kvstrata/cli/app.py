@@ -80,8 +80,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str], output: Output) -> int:
-    command = typer.main.get_command(build_app(arguments))
     try:
+        command = typer.main.get_command(build_app(arguments))
         result = command.main(args=arguments, prog_name="kvstrata", standalone_mode=False)
     except KvstrataError as error:
         output.error(error.reason, error.cause, error.next_step)
