@@ -44,7 +44,7 @@ class StepReceipt:
 
 @dataclass(frozen=True, slots=True)
 class SaveReceipt:
-    """A saved session. written_bytes: written by the save itself. shared_bytes: published before, by this request or another."""
+    """A saved session. written_bytes: written by the save itself. shared_bytes: published before it, by any request."""
 
     name: str
     sequence: int

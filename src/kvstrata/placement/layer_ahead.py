@@ -17,7 +17,7 @@ from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.cost.residency import plan_residency, required_slots
-from kvstrata.errors import BudgetError, Reason, StateError
+from kvstrata.errors import BudgetError, Reason, StateError, StoreError
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.ports import Clock
 from kvstrata.store.directory import ChunkRecord, Directory
@@ -186,6 +186,7 @@ class LayerAhead:
     def _settle(self, resident_chunks: int) -> set[int]:
         """Wait until at most `resident_chunks` chunks have no valid file replica; return those."""
         chunks = self.history.chunks
+        tried: set[bytes] = set()
         while True:
             unsafe = [i for i, record in enumerate(chunks) if not record.evictable]
             if len(unsafe) <= resident_chunks:
@@ -199,9 +200,11 @@ class LayerAhead:
                     f"open a writable store, or pass budget={need}",
                     required_bytes=need,
                 )
-            if oldest.file is FileReplicaState.FAILED and oldest.failure is not None:
-                raise oldest.failure
-            if oldest.file in (FileReplicaState.ABSENT, FileReplicaState.REVOKED):
+            if oldest.file is not FileReplicaState.WRITING:
+                # An earlier failure may be over by now; one that repeats is the caller's to see.
+                if oldest.digest in tried:
+                    raise oldest.failure or StoreError(Reason.STORE_IO, "a chunk could not be written")
+                tried.add(oldest.digest)
                 self._publisher.submit(oldest)
             self._stall_s += self._publisher.wait(oldest)
 

@@ -33,7 +33,8 @@ class LedgerBook:
         self._load_s = 0.0
         self._save_s = 0.0
         self._computed = 0
-        self._recomputed = 0
+        self._lost = 0
+        self._missed = 0
         self._restored = 0
 
     def step(self, receipt: StepReceipt) -> None:
@@ -46,14 +47,15 @@ class LedgerBook:
 
     def recomputed(self, tokens: int) -> None:
         """Count rows whose stored bytes could not be used after all."""
-        self._recomputed += tokens
+        self._lost += tokens
 
     def saved(self, receipt: SaveReceipt) -> None:
         """Count the time of a save."""
         self._save_s += receipt.seconds
 
     def restored(self, receipt: RestoreReceipt) -> None:
-        """Count rows that came back, and the time of bringing them."""
+        """Count rows that came back, rows that should have and did not, and the time it took."""
+        self._missed += receipt.wanted_tokens - receipt.restored_tokens
         self._restored += receipt.restored_tokens
         self._load_s += receipt.seconds
 
@@ -119,7 +121,7 @@ class LedgerBook:
             publish_cpu_s=totals.cpu_s,
             publish_checksum_write_s=totals.checksum_s + totals.write_s,
             tokens_computed=self._computed,
-            tokens_recomputed=self._recomputed,
-            tokens_restored=self._restored - min(self._restored, self._recomputed),
+            tokens_recomputed=self._lost + self._missed,
+            tokens_restored=max(0, self._restored - self._lost),
             recomputes=recomputes,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstrata.contract.identity import ChunkContext
 from kvstrata.contract.layout import SegmentLayout
-from kvstrata.contract.receipts import Ledger, RestoreReceipt, SaveReceipt
+from kvstrata.contract.receipts import Ledger, Recompute, RestoreReceipt, SaveReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.engines.transformers import attention
 from kvstrata.engines.transformers.cache import RequestCache
@@ -218,6 +218,9 @@ class Memory:
         wanted = None if token_ids is None else [int(token) for token in token_ids]
         receipt = restore_session(request.history, self.store, self.layout, name, wanted, sequence, self._clock)
         self.log.restored(receipt)
+        if receipt.reason is not None:
+            missing = receipt.wanted_tokens - receipt.restored_tokens
+            request.recomputes.append(Recompute(receipt.restored_tokens, missing, receipt.reason, receipt.detail))
         return request, receipt
 
     def ledger(self) -> Ledger:
