@@ -62,6 +62,7 @@ class Reason(StrEnum):
     STORE_FOREIGN = "store_foreign"
     STORE_BUSY = "store_busy"
     STORE_IO = "store_io"
+    STORE_LATE = "store_late"
 
     CHUNK_MISSING = "chunk_missing"
     CHUNK_TRUNCATED = "chunk_truncated"

@@ -8,6 +8,7 @@ different tiers share this identity and differ in `ReplicaIdentity`.
 from __future__ import annotations
 
 import dataclasses
+import struct
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,7 @@ EXACT = "exact"
 """Lineage of rows computed under exact attention only."""
 
 _MAX_TOKEN_ID = 2**32 - 1
+_SECRET_FIELDS = frozenset({"namespace.salt"})
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class ChunkIdentity:
     @cached_property
     def digest(self) -> bytes:
         """32-byte name of the chunk, equal in every process and on every machine."""
-        ids = b"".join(token.to_bytes(4, "little") for token in self.token_ids)
+        ids = struct.pack(f"<{len(self.token_ids)}I", *self.token_ids)
         return digest("chunk/1", (self.context.digest, self.parent, self.start, ids))
 
     @property
@@ -178,7 +180,7 @@ class ReplicaIdentity:
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """The first field in which two contexts differ, e.g. `position.theta`, with both values as text."""
+    """The first field in which two contexts differ, e.g. `position.theta`, with both values as text but for salts."""
 
     field: str
     stored: str
@@ -198,5 +200,6 @@ def first_difference(stored: object, wanted: object, path: str = "") -> FieldDif
             if deeper is not None:
                 return deeper
         elif left != right:
-            return FieldDifference(name, repr(left), repr(right))
+            hidden = name in _SECRET_FIELDS
+            return FieldDifference(name, "(hidden)" if hidden else repr(left), "(hidden)" if hidden else repr(right))
     return None

@@ -7,6 +7,7 @@ attention; only its place differs.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,7 +18,7 @@ from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.cost.residency import plan_residency, required_slots
-from kvstrata.errors import BudgetError, Reason, StateError, StoreError
+from kvstrata.errors import BudgetError, DamagedError, Reason, StateError, StoreError
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.ports import Clock
 from kvstrata.store.directory import ChunkRecord, Directory
@@ -91,15 +92,17 @@ class LayerAhead:
 
         Errors: `DamagedError` or `StoreError` from reading; the step must be aborted then.
         """
-        batch = self._staged.pop(layer, None)
+        batch = self._staged.get(layer)
         if batch is None and (self._cold or layer in self._missing):
             if self._stage_layer(layer):
-                batch = self._staged.pop(layer, None)
+                batch = self._staged.get(layer)
             if batch is None:
                 raise StateError(Reason.NOT_COMMITTED, f"no slots are free for the cold segments of layer {layer}")
         if batch is not None:
             start = self._clock()
+            # Taken off the list afterwards: an interrupt while waiting must not lose the slots.
             nbytes, read_s = batch.finish()
+            del self._staged[layer]
             self._stall_s += self._clock() - start
             self._moved_bytes += nbytes
             self._moved_segments += len(batch.items)
@@ -126,7 +129,7 @@ class LayerAhead:
         size = self.directory.arena.slot_bytes
         segments = self.layers * (len(self.history.chunks) - sealed) - self._moved_segments
         row_bytes = size // self.history.context.chunk_tokens
-        tail_rows = self.history.frontier - self.history.sealed
+        tail_rows = start + rows - (len(self.history.chunks) - sealed) * self.history.context.chunk_tokens
         return StepReceipt(
             start=start,
             rows=rows,
@@ -142,14 +145,21 @@ class LayerAhead:
     def abort_step(self) -> None:
         """Forget reads under way, after their readers have acknowledged. The next step plans anew."""
         for batch in self._staged.values():
-            batch.abandon()
+            # A late reader keeps its slots until it acknowledges; the next plan does without them.
+            with contextlib.suppress(StoreError):
+                batch.abandon()
         self._staged.clear()
         self.dirty = True
 
     def yield_memory(self) -> None:
-        """Give up every slot that another request may use: all segments with a valid file replica."""
+        """Give up every slot that another request may use: all segments with a valid file replica.
+
+        Blocks while segments are being written.
+        """
         self.abort_step()
         for record in self.history.chunks:
+            if record.file is FileReplicaState.WRITING and self._publisher is not None:
+                self._publisher.wait(record)
             if record.evictable:
                 for layer in range(self.layers):
                     self.directory.evict(record, layer)

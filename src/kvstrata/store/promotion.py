@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait, wait
 from dataclasses import dataclass
 
 from kvstrata.contract.layout import SegmentLayout
@@ -86,19 +86,26 @@ class _PartResult:
 
 
 class Batch:
-    """Promotions issued together; `finish` waits for all of them and publishes what is whole."""
+    """Promotions issued together; `finish` waits for all of them and publishes what is whole.
 
-    def __init__(self, directory: Directory, items: Sequence[Promotion], parts: list[Future[_PartResult]]) -> None:
+    A reader that is late keeps its slots until it has acknowledged, however long that takes; nobody else gets them.
+    """
+
+    def __init__(
+        self, directory: Directory, items: Sequence[Promotion], parts: list[Future[_PartResult]], timeout_s: float
+    ) -> None:
         self._directory = directory
         self.items = items
         self._parts = parts
+        self._timeout_s = timeout_s
 
     def finish(self) -> tuple[int, float]:
         """Wait, publish every segment, return (bytes read, seconds of service summed over readers). Blocks.
 
-        Errors: `DamagedError` when a segment is missing, short or altered, `StoreError` when it could not be read;
-        nothing of the batch is published then and all of its slots are given back.
+        Errors: `DamagedError` when a segment is missing, short or altered, `StoreError` when it could not be read or
+        not in time; nothing of the batch is published then and all of its slots are given back.
         """
+        self._wait()
         results = [part.result() for part in self._parts]
         error = next((result.error for result in results if result.error is not None), None)
         if error is not None:
@@ -106,21 +113,27 @@ class Batch:
             raise error
         for item in self.items:
             self._directory.publish(item.record, item.layer, item.grant)
+        self._settled = True
         return sum(result.nbytes for result in results), sum(result.seconds for result in results)
 
     def abandon(self) -> None:
-        """Wait for the readers to acknowledge, then give the slots back. Blocks until they have."""
-        for part in self._parts:
-            part.result()
-        self._give_back()
+        """Wait for the readers to acknowledge, then give the slots back. Blocks until they have.
+
+        Also after a `finish` that was interrupted; after one that ended there is nothing left to do.
+        """
+        if not self._settled:
+            wait(self._parts)
+            self._give_back()
 
     def _give_back(self) -> None:
+        self._settled = True
         for item in self.items:
-            self._directory.arena.release(item.grant)
+            if item.record.grants[item.layer] != item.grant:
+                self._directory.arena.release(item.grant)
 
 
 class Promoter:
-    """Reads segments with `readers` threads. Owner calls `close`."""
+    """Reads segments with `readers` threads. Owner calls `close`. timeout_s: longest wait for a batch."""
 
     def __init__(
         self,
@@ -129,7 +142,9 @@ class Promoter:
         layout: SegmentLayout,
         readers: int = 1,
         clock: Clock = time.perf_counter,
+        timeout_s: float = 30.0,
     ) -> None:
+        self._timeout_s = timeout_s
         self.directory = directory
         self.layout = layout
         self.files = OpenChunks(tier)
@@ -155,11 +170,13 @@ class Promoter:
         """Begin reading into the reserved slots. Does not block."""
         share = max(1, -(-len(promotions) // self.readers))
         parts = [promotions[i : i + share] for i in range(0, len(promotions), share)]
-        return Batch(self.directory, promotions, [self._pool.submit(self._read, part) for part in parts])
+        return Batch(
+            self.directory, promotions, [self._pool.submit(self._read, part) for part in parts], self._timeout_s
+        )
 
     def close(self) -> None:
         """Wait for reads under way, end the threads, close the files."""
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self.files.close()
 
     def _read(self, promotions: Sequence[Promotion]) -> _PartResult:

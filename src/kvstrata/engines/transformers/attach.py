@@ -36,6 +36,7 @@ def attach(
     chunk_tokens: int = 256,
     prefill_chunk: int = 512,
     readers: int = 1,
+    read_timeout_s: float = 30.0,
     threads: int | None = None,
     kernel_level: str | None = None,
 ) -> Memory:
@@ -49,7 +50,8 @@ def attach(
     - adapters: names of the adapters that are loaded, in order.
     - tenant, salt: nothing is shared across either.
     - chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows that a forward step computes at once.
-    - readers: threads that read files. threads: threads of the kernels (default: PyTorch's).
+    - readers: threads that read files. read_timeout_s: longest wait for a layer's segments, in seconds.
+    - threads: threads of the kernels (default: PyTorch's).
     - kernel_level: a native level, or `torch`; default: the best one that is built and runs here.
 
     Nothing is computed or reserved for good before the block is entered. Errors: `UnsupportedError` for a model that
@@ -73,6 +75,9 @@ def attach(
     stride = -(-layout.segment_bytes // 4096) * 4096
     slots, total = _slots(layout, context.abi.layers, limit, prefill_chunk, stride, workspace, budget)
     owns = not isinstance(store, Store)
+    # The store comes last: what fails before it leaves no lock behind.
+    kernel = DecodeAttention(layout, threads=threads, level=kernel_level)
+    buffers = PrefillWorkspace(layout, prefill_chunk, device=module.device)
     opened = store if isinstance(store, Store) else Store(store)
     return Memory(
         module,
@@ -81,11 +86,12 @@ def attach(
         layout,
         budget=total,
         slots=slots,
-        workspace=PrefillWorkspace(layout, prefill_chunk, device=module.device),
+        workspace=buffers,
         workspace_bytes=workspace,
-        kernel=DecodeAttention(layout, threads=threads, level=kernel_level),
+        kernel=kernel,
         prefill_chunk=prefill_chunk,
         readers=readers,
+        read_timeout_s=read_timeout_s,
         owns_store=owns,
     )
 

@@ -52,6 +52,7 @@ class Memory:
         kernel: DecodeAttention,
         prefill_chunk: int,
         readers: int,
+        read_timeout_s: float,
         clock: Clock = time.perf_counter,
         owns_store: bool = False,
     ) -> None:
@@ -67,8 +68,10 @@ class Memory:
         self.device = model.device
         self.max_positions: int | None = getattr(model.config, "max_position_embeddings", None)
         self._readers = readers
+        self._read_timeout_s = read_timeout_s
         self._clock = clock
         self._owns_store = owns_store
+        self._closed = False
         self._requests: list[Request] = []
         self._active: Request | None = None
         self._original: Callable[..., Any] | None = None
@@ -83,7 +86,11 @@ class Memory:
         self.quiet_kwargs: dict[str, Any] = {}
 
     def __enter__(self) -> Memory:
+        if self._closed:
+            raise StateError(Reason.CLOSED, "the memory was closed", "call attach again")
         if "forward" in vars(self.model):
+            if self._original is None:
+                self._discard()
             raise StateError(
                 Reason.ALREADY_ATTACHED, "the model's forward is replaced already", "leave the other `with` block first"
             )
@@ -98,13 +105,16 @@ class Memory:
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, RequestCache):
                 return original(**kwargs)
+            self._require_own(cache.request)
             return cache.request.forward(original, kwargs.pop("input_ids", None), kwargs)
 
         attention.register(self._name)
         self._original = original
         self._implementation = self.model.config._attn_implementation
         self.model.forward = forward
-        self._promoter = Promoter(self.directory, self.store.tier, self.layout, self._readers, self._clock)
+        self._promoter = Promoter(
+            self.directory, self.store.tier, self.layout, self._readers, self._clock, self._read_timeout_s
+        )
         if self._publisher is not None:
             self._publisher.start()
         return self
@@ -121,17 +131,21 @@ class Memory:
         self._original = None
         del self.model.forward
         attention.unregister(self._name)
-        for request in self._requests:
-            request.close()
         try:
+            for request in self._requests:
+                request.close()
             if self._publisher is not None:
                 self._publisher.stop()
         finally:
             if self._promoter is not None:
                 self._promoter.close()
-            self.arena.close()
-            if self._owns_store:
-                self.store.close()
+            self._discard()
+
+    def _discard(self) -> None:
+        self._closed = True
+        self.arena.close()
+        if self._owns_store:
+            self.store.close()
 
     def request(self) -> Request:
         """A new, empty request. Several may be open; they share the budget."""
@@ -169,7 +183,7 @@ class Memory:
         in all) after every slice. Refuses a budget that the finished prompt would not fit before anything is computed.
         """
         inner = self._inner()
-        request = request or self.request()
+        request = self._require_own(request or self.request())
         ids = [int(token) for token in token_ids]
         if not ids:
             raise ConfigurationError(Reason.EMPTY_PROMPT, "the prompt has no tokens", "pass at least one token")
@@ -179,7 +193,7 @@ class Memory:
                 f"{len(ids)} tokens are more than the model's context of {self.max_positions}",
                 "shorten the prompt, or use a model with a longer context",
             )
-        if request.history.token_ids != ids[: request.frontier]:
+        if request.token_ids != ids[: request.frontier]:
             raise ConfigurationError(
                 Reason.TOKENS_DIFFER, "the request's rows belong to other tokens than the prompt's"
             )
@@ -196,9 +210,9 @@ class Memory:
 
         Errors: `StoreError` when the store is full or read-only, `SessionError` for a name that is not legal.
         """
-        self._attached()
-        request = request or self.latest
-        request._require_open()
+        inner = self._inner()
+        request = self._require_own(request or self.latest)
+        request.replay(inner, ())
         receipt = save_session(request.history, self._publisher, self.store, self.layout, name, self._clock)
         self.log.saved(receipt)
         return receipt
@@ -214,9 +228,12 @@ class Memory:
         Errors: `SessionError` when there is no such session or its manifest is damaged.
         """
         self._attached()
-        request = self.request()
         wanted = None if token_ids is None else [int(token) for token in token_ids]
-        receipt = restore_session(request.history, self.store, self.layout, name, wanted, sequence, self._clock)
+        try:
+            request, receipt = self._restore(name, wanted, sequence)
+        except BudgetError:
+            self._take_memory(None)
+            request, receipt = self._restore(name, wanted, sequence)
         self.log.restored(receipt)
         if receipt.reason is not None:
             missing = receipt.wanted_tokens - receipt.restored_tokens
@@ -255,11 +272,8 @@ class Memory:
         try:
             request.plan.begin_step(rows)
         except BudgetError:
-            others = [other for other in self._requests if other is not request and not other.closed]
-            if not others:
+            if not self._take_memory(request):
                 raise
-            for other in others:
-                other.plan.yield_memory()
             request.plan.begin_step(rows)
 
     def publish(self, record: ChunkRecord) -> None:
@@ -283,6 +297,33 @@ class Memory:
             yield
         finally:
             self.model.config._attn_implementation = self._implementation
+
+    def _restore(self, name: str, wanted: list[int] | None, sequence: int | None) -> tuple[Request, RestoreReceipt]:
+        request = self.request()
+        try:
+            receipt = restore_session(request.history, self.store, self.layout, name, wanted, sequence, self._clock)
+        except BaseException:
+            request.close()
+            self._requests.remove(request)
+            raise
+        return request, receipt
+
+    def _take_memory(self, request: Request | None) -> bool:
+        """Let all requests but `request` give up what they can; whether there are any."""
+        others = [other for other in self._requests if other is not request and not other.closed]
+        for other in others:
+            other.plan.yield_memory()
+        return bool(others)
+
+    def _require_own(self, request: Request) -> Request:
+        if request.memory is not self:
+            raise StateError(
+                Reason.OPERATION_UNSUPPORTED,
+                "the request belongs to another memory",
+                "pass a request of the memory that the model is attached to",
+            )
+        request._require_open()
+        return request
 
     def _budget_for(self, slots: int) -> int:
         return slots * self._backing.stride + self._workspace_bytes
