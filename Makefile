@@ -13,8 +13,8 @@ BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Bytecode is written on first import, for the modules that are imported: compiling all of it would double the time.
 LOCK := requirements.lock
+# Bytecode is written on first import, for the modules that are imported: compiling everything would cost a minute.
 INSTALL := $(PIP) install -q --no-compile -c $(LOCK)
 NATIVE := $(shell find native -type f 2>/dev/null)
 
@@ -43,6 +43,7 @@ $(VENV)/.torch-ready: $(LOCK) | $(VENV)/.venv-ready
 
 $(VENV)/.package-ready: pyproject.toml $(wildcard setup.py) $(NATIVE) $(VENV)/.torch-ready
 	$(INSTALL) -e '.[all,dev]'
+	@ls src/kvstrata/kernels/_native/*.so >/dev/null 2>&1 || echo 'note: no native kernels were built, so PyTorch computes; see $(BIN)/kvstrata doctor'
 	@touch $@
 
 # Only the model file inside this package is used; its dependencies would compile for minutes.
