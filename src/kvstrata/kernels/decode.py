@@ -71,7 +71,7 @@ class DecodeAttention:
         if key_stride[3] != 1 or value_stride[3] != 1:
             key, value = key.contiguous(), value.contiguous()
             key_stride, value_stride = key.stride(), value.stride()
-        out = torch.empty(self._out_shape, dtype=self._dtype)
+        out = query.new_empty(self._out_shape)
         status = native.append_and_attend(
             self._geometry, self._pool, table.pointer, len(table.segments), position,
             key.data_ptr(), key_stride[1], value.data_ptr(), value_stride[1],
@@ -112,7 +112,7 @@ class DecodeAttention:
         if self._native is None or not table.native:
             state = attend_pages(table, query.view(self._out_shape[2:]), 0, tokens, self.scale)
             return state.output(self._dtype).view(self._out_shape)
-        out = torch.empty(self._out_shape, dtype=self._dtype)
+        out = query.new_empty(self._out_shape)
         status = self._native.attend(
             self._geometry, self._pool, table.pointer, len(table.segments), 0, tokens,
             query.data_ptr(), self.scale, out.data_ptr(), None, None, None,
