@@ -47,6 +47,16 @@ class Output:
         except BrokenPipeError:
             raise OutputClosed from None
 
+    def piece(self, text: str) -> None:
+        """Print a piece of streamed text as it is; nothing with `as_json`. Errors: `OutputClosed`."""
+        if self.as_json:
+            return
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise OutputClosed from None
+
     def note(self, text: str) -> None:
         """A message for people on stderr; nothing with `as_json`."""
         if not self.as_json:

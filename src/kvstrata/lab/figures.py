@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 __all__ = ["Picture", "draw_figures"]
 
@@ -119,7 +120,7 @@ def _bytes_over_time(axes: Axes, summary: Mapping[str, Any], ink: Mapping[str, s
     axes.set_xlabel("seconds")
     axes.set_ylabel("MiB")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _first_token(axes: Axes, summary: Mapping[str, Any], ink: Mapping[str, str]) -> None:
@@ -130,6 +131,7 @@ def _first_token(axes: Axes, summary: Mapping[str, Any], ink: Mapping[str, str])
     ]
     _bars(axes, rows, lambda value: f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms", ink)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlim(rows[2][1] / 3, max(row[1] for row in rows) * 3)
     axes.set_xlabel("seconds")
 
@@ -142,8 +144,10 @@ def _per_token(axes: Axes, summary: Mapping[str, Any], ink: Mapping[str, str]) -
         ("kvstrata, in memory", times["kvstrata"], ink["own"]),
         ("kvstrata, under the budget", summary["decode_ms_per_token"], ink["own"]),
     ]
-    _bars(axes, rows, lambda value: f"{value:.1f} ms", ink)
-    for place, name in enumerate(("eager", "sdpa", "kvstrata")):
+    measured = ("eager", "sdpa", "kvstrata")
+    ends = {place: spread[name][1] for place, name in enumerate(measured)}
+    _bars(axes, rows, lambda value: f"{value:.1f} ms", ink, ends)
+    for place, name in enumerate(measured):
         low, high = spread[name]
         axes.plot([low, high], [place, place], color=ink["ink"], linewidth=1.2)
     axes.set_xlim(0, max(row[1] for row in rows) * 1.2)
@@ -151,10 +155,22 @@ def _per_token(axes: Axes, summary: Mapping[str, Any], ink: Mapping[str, str]) -
 
 
 def _bars(
-    axes: Axes, rows: list[tuple[str, float, str]], words: Callable[[float], str], ink: Mapping[str, str]
+    axes: Axes,
+    rows: list[tuple[str, float, str]],
+    words: Callable[[float], str],
+    ink: Mapping[str, str],
+    ends: Mapping[int, float] | None = None,
 ) -> None:
-    drawn = axes.barh(range(len(rows)), [row[1] for row in rows], color=[row[2] for row in rows], height=0.6)
-    axes.bar_label(drawn, labels=[words(row[1]) for row in rows], padding=6, color=ink["ink"])
+    axes.barh(range(len(rows)), [row[1] for row in rows], color=[row[2] for row in rows], height=0.6)
+    for place, (_, value, _) in enumerate(rows):
+        axes.annotate(
+            words(value),
+            (max(value, (ends or {}).get(place, 0)), place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=ink["ink"],
+        )
     axes.set_yticks(range(len(rows)), [row[0] for row in rows])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)

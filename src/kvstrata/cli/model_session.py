@@ -1,0 +1,130 @@
+"""What `generate` and `chat` share: the options, the attached model, and how a session comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstrata.cli.options import STORE_VARIABLE, default_store
+from kvstrata.cli.output import Output
+from kvstrata.contract.receipts import RestoreReceipt, SaveReceipt
+from kvstrata.errors import ConfigurationError, Reason
+from kvstrata.sessions.names import check_name
+from kvstrata.store import Store
+
+if TYPE_CHECKING:
+    from kvstrata.engines.transformers import LoadedModel, Memory
+    from kvstrata.engines.transformers.generation import Sampling
+
+__all__ = [
+    "MaxNewTokensOption",
+    "OptionalStoreOption",
+    "SampleOption",
+    "SeedOption",
+    "SessionOption",
+    "TemperatureOption",
+    "attached_model",
+    "checked_text",
+    "make_sampling",
+    "receipt_data",
+]
+
+_DEFAULT_TEMPERATURE = 0.7
+
+OptionalStoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        metavar="PATH",
+        envvar=STORE_VARIABLE,
+        help="Directory of the store. Default: ~/.local/share/kvstrata with --session, else a temporary one.",
+    ),
+]
+SessionOption = Annotated[
+    str | None,
+    typer.Option("--session", metavar="NAME", help="Restore this session if it exists, and save it afterwards."),
+]
+MaxNewTokensOption = Annotated[
+    int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
+]
+SampleOption = Annotated[bool, typer.Option("--sample", help=f"Sample, at temperature {_DEFAULT_TEMPERATURE}.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option("--temperature", metavar="T", min=0.0, help="Sample at this temperature; 0 is greedy.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the sampling.")]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A model with its memory. load_s: seconds of importing and loading."""
+
+    loaded: LoadedModel
+    memory: Memory
+    dtype: str
+    load_s: float
+
+
+@contextlib.contextmanager
+def attached_model(
+    output: Output, model: str, dtype: str, store: Path | None, budget: str | None, session: str | None
+) -> Iterator[Attached]:
+    """Check what can be checked before anything slow, then load the model and attach its memory."""
+    if session is not None:
+        check_name(session)
+    with contextlib.ExitStack() as stack:
+        path = store or (default_store() if session is not None else None)
+        if path is None:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-")))
+        opened = stack.enter_context(Store(path))
+        if session is not None:
+            opened.require_writable()
+        start = time.perf_counter()
+        output.note(f"loading {model} ...")
+        from kvstrata.engines.transformers import attach, load_model, parse_bytes
+        from kvstrata.engines.transformers.precision import choose_dtype
+
+        if budget is not None:
+            parse_bytes(budget)
+        choice = choose_dtype(dtype)
+        with output.progress(f"preparing {model}") as report:
+            loaded = load_model(model, dtype=choice.name, progress=lambda stage, done: report(round(done * 100), 100))
+        output.note(f"{choice.name}: {choice.reason}")
+        memory = stack.enter_context(attach(loaded, opened, budget=budget))
+        yield Attached(loaded, memory, choice.name, time.perf_counter() - start)
+
+
+def make_sampling(sample: bool, temperature: float | None, seed: int) -> Sampling:
+    """Greedy unless `sample` or a temperature was given."""
+    from kvstrata.engines.transformers.generation import Sampling
+
+    chosen = temperature if temperature is not None else _DEFAULT_TEMPERATURE if sample else 0.0
+    return Sampling(chosen, seed)
+
+
+def checked_text(raw: bytes | str, where: str) -> str:
+    """Prompt text. Errors: `ConfigurationError` when it is empty or not UTF-8."""
+    try:
+        # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
+        text = raw.decode("utf-8") if isinstance(raw, bytes) else raw.encode("utf-8").decode("utf-8")
+    except UnicodeError as error:
+        place = f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT, f"{where} is not UTF-8 text{place}", "convert it, e.g. with iconv"
+        ) from error
+    if not text.strip():
+        raise ConfigurationError(Reason.EMPTY_PROMPT, f"{where} is empty", "write a prompt")
+    return text
+
+
+def receipt_data(receipt: RestoreReceipt | SaveReceipt | None) -> dict[str, Any] | None:
+    """Plain values of a receipt."""
+    if receipt is None:
+        return None
+    return asdict(receipt) | ({"hit": receipt.hit} if isinstance(receipt, RestoreReceipt) else {})
