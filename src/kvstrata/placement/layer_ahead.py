@@ -18,7 +18,7 @@ from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.cost.residency import plan_residency, required_slots
-from kvstrata.errors import BudgetError, DamagedError, Reason, StateError, StoreError
+from kvstrata.errors import BudgetError, Reason, StateError, StoreError
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.ports import Clock
 from kvstrata.store.directory import ChunkRecord, Directory

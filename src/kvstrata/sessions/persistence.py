@@ -37,8 +37,8 @@ def save_session(
 ) -> SaveReceipt:
     """Store the committed rows of `history` under `name`. Blocks until every chunk is published.
 
-    Errors: `StoreError` when a chunk cannot be written (nothing becomes visible under the name then), `SessionError`
-    for a name that is not legal, `StateError` for an empty history or one whose rows have no token ids.
+    Errors: `StoreError` when a chunk cannot be written (nothing becomes visible under the name then), `DamagedError`
+    when a chunk has been lost that must be computed again, `SessionError` for a name that is not legal, `StateError` for an empty history or one whose rows have no token ids.
     """
     start = clock()
     store.require_writable()
@@ -50,8 +50,18 @@ def save_session(
         raise StateError(Reason.NOT_COMMITTED, "rows computed from embeddings have no token ids and cannot be saved")
     before = publisher.totals
     for record in history.chunks:
-        if record.file is not FileReplicaState.PUBLISHED:
-            publisher.submit(record)
+        if record.file is FileReplicaState.PUBLISHED and not store.tier.has(record.digest):
+            history.directory.mark(record, FileReplicaState.REVOKED)
+        if record.file is FileReplicaState.PUBLISHED:
+            continue
+        if record.file is not FileReplicaState.WRITING and record.resident < history.directory.layers:
+            raise DamagedError(
+                Reason.CHUNK_MISSING,
+                f"chunk {record.digest.hex()} is neither whole in memory nor valid in a file",
+                "its rows are recomputed from the tokens",
+                chunk=record.digest.hex(),
+            )
+        publisher.submit(record)
     for record in history.chunks:
         publisher.wait(record)
         if record.file is not FileReplicaState.PUBLISHED:
@@ -111,6 +121,7 @@ def restore_session(
             reason, detail = error.reason, error.cause
             if isinstance(error, DamagedError) and error.chunk and not store.read_only:
                 store.tier.revoke(bytes.fromhex(error.chunk))
+                _revoke_records(history, bytes.fromhex(error.chunk))
     return RestoreReceipt(
         name=name,
         sequence=snapshot.sequence,
@@ -123,6 +134,12 @@ def restore_session(
         detail=detail,
         difference=difference,
     )
+
+
+def _revoke_records(history: History, chunk: bytes) -> None:
+    for record in history.directory:
+        if record.digest == chunk and record.file is FileReplicaState.PUBLISHED:
+            history.directory.mark(record, FileReplicaState.REVOKED)
 
 
 def _agreeing(stored: Sequence[int], token_ids: Sequence[int], limit: int) -> int:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from kvstrata.contract.layout import SegmentLayout
@@ -98,6 +98,8 @@ class Batch:
         self.items = items
         self._parts = parts
         self._timeout_s = timeout_s
+        self._settled = False
+        self._lock = threading.Lock()
 
     def finish(self) -> tuple[int, float]:
         """Wait, publish every segment, return (bytes read, seconds of service summed over readers). Blocks.
@@ -105,7 +107,14 @@ class Batch:
         Errors: `DamagedError` when a segment is missing, short or altered, `StoreError` when it could not be read or
         not in time; nothing of the batch is published then and all of its slots are given back.
         """
-        self._wait()
+        late = wait(self._parts, self._timeout_s).not_done
+        if late:
+            self._leave_behind()
+            raise StoreError(
+                Reason.STORE_LATE,
+                f"{len(late)} of {len(self._parts)} reads of a layer did not end within {self._timeout_s:g} s",
+                "the rows are still there: try the step again, check the disk, or pass a longer read_timeout_s",
+            )
         results = [part.result() for part in self._parts]
         error = next((result.error for result in results if result.error is not None), None)
         if error is not None:
@@ -117,16 +126,32 @@ class Batch:
         return sum(result.nbytes for result in results), sum(result.seconds for result in results)
 
     def abandon(self) -> None:
-        """Wait for the readers to acknowledge, then give the slots back. Blocks until they have.
+        """Give the slots back once the readers have acknowledged. Blocks for that, but not past the deadline.
 
         Also after a `finish` that was interrupted; after one that ended there is nothing left to do.
         """
-        if not self._settled:
-            wait(self._parts)
+        if self._settled:
+            return
+        if wait(self._parts, self._timeout_s).not_done:
+            self._leave_behind()
+        else:
             self._give_back()
 
+    def _leave_behind(self) -> None:
+        """Let the last reader to acknowledge give the slots back."""
+
+        def acknowledged(_: Future[_PartResult]) -> None:
+            if all(part.done() for part in self._parts):
+                self._give_back()
+
+        for part in self._parts:
+            part.add_done_callback(acknowledged)
+
     def _give_back(self) -> None:
-        self._settled = True
+        with self._lock:
+            if self._settled:
+                return
+            self._settled = True
         for item in self.items:
             if item.record.grants[item.layer] != item.grant:
                 self._directory.arena.release(item.grant)
@@ -156,7 +181,7 @@ class Promoter:
         """Slots for all the segments, or `None` and nothing reserved when there are not enough."""
         if self.directory.arena.free_slots < len(segments):
             return None
-        promotions = []
+        promotions: list[Promotion] = []
         for record, layer in segments:
             grant = self.directory.arena.reserve((record.digest, layer))
             if grant is None:

@@ -56,7 +56,7 @@ class Publisher:
         self._clock = clock
         self._jobs: queue.SimpleQueue[tuple[ChunkRecord, list[Grant]] | None] = queue.SimpleQueue()
         self._settled = threading.Condition()
-        self._pending: set[bytes] = set()
+        self._pending: set[ChunkRecord] = set()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -74,7 +74,7 @@ class Publisher:
         self.directory.mark(record, FileReplicaState.WRITING)
         held = self.directory.hold(record)
         with self._settled:
-            self._pending.add(record.digest)
+            self._pending.add(record)
         self._jobs.put((record, held))
 
     @property
@@ -86,7 +86,7 @@ class Publisher:
         """Block until `record` (or everything queued) is settled, written or failed; return the seconds waited."""
         start = self._clock()
         with self._settled:
-            while self._pending if record is None else record.digest in self._pending:
+            while self._pending if record is None else record in self._pending:
                 self._settled.wait(timeout=1.0)
                 if self._error is not None or self._thread is None or not self._thread.is_alive():
                     break
@@ -105,27 +105,28 @@ class Publisher:
         while (job := self._jobs.get()) is not None:
             record, held = job
             start, cpu = self._clock(), time.thread_time()
+            state, failure = FileReplicaState.FAILED, None
             try:
                 self._write(record, held)
+                state = FileReplicaState.PUBLISHED
             except KvstrataError as error:
                 failure = error if isinstance(error, StoreError) else StoreError(error.reason, error.cause)
-                self.directory.mark(record, FileReplicaState.FAILED, failure)
-                self._add(failures=1)
             except BaseException as error:  # noqa: BLE001 - kept for the owner: a bug must not look like a full disk
                 self._error = error
-            finally:
-                for grant in held:
-                    self.directory.arena.let_go(grant)
-                self._add(service_s=self._clock() - start, cpu_s=time.thread_time() - cpu)
-                with self._settled:
-                    self._pending.discard(record.digest)
-                    self._settled.notify_all()
+            # The slots are let go before the chunk becomes evictable: an eviction must free them at once.
+            for grant in held:
+                self.directory.arena.let_go(grant)
+            self.directory.mark(record, state, failure)
+            cpu = time.thread_time() - cpu
+            self._add(failures=int(failure is not None), service_s=self._clock() - start, cpu_s=cpu)
+            with self._settled:
+                self._pending.discard(record)
+                self._settled.notify_all()
 
     def _write(self, record: ChunkRecord, held: list[Grant]) -> None:
         backing, tokens = self.directory.arena.backing, len(record.identity.token_ids)
         segments = [used_pages(backing.readable(grant.slot), self.layout, tokens) for grant in held]
         receipt = self.tier.write(record.identity, self.layout, segments)
-        self.directory.mark(record, FileReplicaState.PUBLISHED)
         written = receipt.outcome is not WriteOutcome.ALREADY_PRESENT
         self._add(
             chunks=1,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.cache_utils import Cache
 
-from kvstrata.errors import Reason, UnsupportedError
+from kvstrata.errors import Reason, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from kvstrata.engines.transformers.request import Request
@@ -26,7 +26,16 @@ class RequestCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mark the new rows, [1, kv_heads, rows, head_dim], as this request's; the attention function stores them."""
+        """Mark the new rows, [1, kv_heads, rows, head_dim], as this request's; the attention function stores them.
+
+        Errors: `StateError` outside a step, where other attention functions would see these rows and no history.
+        """
+        if not self.request.in_step:
+            raise StateError(
+                Reason.CLOSED if self.request.closed else Reason.NOT_COMMITTED,
+                "rows came outside a step of this request",
+                "call the attached model itself, inside the `with` block, and none of its submodules",
+            )
         key_states.kvstrata_request = self.request  # type: ignore[attr-defined]
         return key_states, value_states
 

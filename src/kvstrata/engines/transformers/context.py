@@ -15,6 +15,8 @@ from kvstrata.errors import Reason, UnsupportedError
 __all__ = ["chunk_context", "segment_layout", "weights_identity"]
 
 _FAMILIES = frozenset({"llama"})
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rules under which a row depends on its own position alone, and never on how long the history has become."""
 
 
 def chunk_context(
@@ -48,6 +50,12 @@ def chunk_context(
     layout = segment_layout(model, chunk_tokens)
     rope = dict(config.rope_parameters or {})
     rope_type, theta = str(rope.pop("rope_type", "default")), float(rope.pop("rope_theta", 10000.0))
+    if rope_type not in _ROPE_TYPES:
+        raise UnsupportedError(
+            Reason.MODEL_UNSUPPORTED,
+            f"rope_type={rope_type!r} is not served; types served: {', '.join(sorted(_ROPE_TYPES))}",
+            "use the stock cache: under this rule stored keys change with the length of the history",
+        )
     return ChunkContext(
         model=ModelIdentity(identity.artefact, (*identity.adapters, *adapters), identity.weights_generation),
         abi=CacheAbi(config.num_hidden_layers, layout.query_heads, layout.kv_heads, layout.head_dim, layout.dtype),

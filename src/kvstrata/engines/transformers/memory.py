@@ -17,7 +17,7 @@ from kvstrata.contract.states import FileReplicaState
 from kvstrata.engines.transformers import attention
 from kvstrata.engines.transformers.cache import RequestCache
 from kvstrata.engines.transformers.request import Request
-from kvstrata.errors import BudgetError, ConfigurationError, Reason, StateError
+from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace
 from kvstrata.placement.layer_ahead import LayerAhead
@@ -213,7 +213,12 @@ class Memory:
         inner = self._inner()
         request = self._require_own(request or self.latest)
         request.replay(inner, ())
-        receipt = save_session(request.history, self._publisher, self.store, self.layout, name, self._clock)
+        while True:
+            try:
+                receipt = save_session(request.history, self._publisher, self.store, self.layout, name, self._clock)
+                break
+            except DamagedError as error:
+                request.recover(inner, error)
         self.log.saved(receipt)
         return receipt
 

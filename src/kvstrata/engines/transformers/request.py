@@ -9,7 +9,8 @@ import torch
 
 from kvstrata.contract.receipts import Recompute, StepReceipt
 from kvstrata.engines.transformers.cache import RequestCache
-from kvstrata.errors import ConfigurationError, DamagedError, Reason, StateError, UnsupportedError
+from kvstrata.engines.transformers.inputs import OutputView, take_rows
+from kvstrata.errors import DamagedError, Reason, StateError
 from kvstrata.kernels.prefill import prefill_attention
 from kvstrata.placement.layer_ahead import LayerAhead
 from kvstrata.store.history import History
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Request"]
 
 Forward = Callable[..., Any]
+
+_RECOVERIES = 8
+"""Damaged chunks that one call recomputes before it gives the disk up."""
 
 
 class Request:
@@ -37,16 +41,23 @@ class Request:
         self.last_step: StepReceipt | None = None
         self.closed = False
         self._step: tuple[int, int] | None = None
+        self._owed: list[int] = []
+        self._recoveries = 0
 
     @property
     def frontier(self) -> int:
-        """Committed rows, in tokens."""
-        return self.history.frontier
+        """Committed rows, in tokens. Rows that a recovery was kept from recomputing count: the next step does it."""
+        return self.history.frontier + (0 if self.in_step else len(self._owed))
 
     @property
     def token_ids(self) -> list[int]:
         """Ids of the committed rows."""
-        return list(self.history.token_ids)
+        return self.history.token_ids + self._owed
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the model is computing rows of this request just now."""
+        return self._step is not None
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `model.generate` that continue this request."""
@@ -57,22 +68,22 @@ class Request:
         """Run the model's own forward over the new rows, in slices whose bounds depend on positions only.
 
         A long input is cut at multiples of the memory's `prefill_chunk`. Where only the last row's logits are asked
-        for,
-        that row is computed alone: a restored request computes it alone too, and gets the same bits.
+        for, that row is computed alone: a restored request computes it alone too, and gets the same bits.
         """
         self._require_open()
-        rows = self._check(input_ids, kwargs)
-        embeds = kwargs.pop("inputs_embeds", None)
-        source = input_ids if embeds is None else embeds
-        assert source is not None
-        start, outputs = self.frontier, []
-        last_only = kwargs.get("logits_to_keep") == 1
-        whole = kwargs.get("labels") is not None or bool(kwargs.get("output_hidden_states"))
-        for first, stop in self.memory.slices(start, rows, last_alone=last_only and not whole, whole=whole):
-            part = source[:, first - start : stop - start]
-            named = {"input_ids": part} if embeds is None else {"inputs_embeds": part}
-            outputs.append(self._run(inner, named, None if embeds is not None else part[0].tolist(), kwargs))
-        return outputs[-1] if len(outputs) == 1 or last_only else _joined(outputs)
+        source = take_rows(input_ids, kwargs, self.frontier, self.memory.max_positions)
+        start, rows = self.frontier, int(source.shape[1])
+        name = "input_ids" if source is input_ids else "inputs_embeds"
+        view = OutputView.take(kwargs, rows, self.memory.model.config)
+        self.replay(inner, ())
+        outputs, bounds = [], []
+        for begin, end in self.memory.slices(start, rows, last_alone=view.last_only, whole=view.whole):
+            first, stop = begin - start, end - start
+            part = source[:, first:stop]
+            ids = part[0].tolist() if name == "input_ids" else None
+            outputs.append(self._run(inner, {name: part}, ids, kwargs | view.arguments(first, stop)))
+            bounds.append((first, stop))
+        return view.join(outputs, bounds)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -114,27 +125,32 @@ class Request:
         return output
 
     def recover(self, inner: Forward, error: DamagedError) -> None:
-        """Revoke the damaged chunk and compute its rows, and those after it, again from the tokens."""
+        """Revoke the damaged chunk and compute its rows, and those after it, again from the tokens.
+
+        Errors: `error` itself where the tokens are not known, or when chunks keep being damaged.
+        """
         digest = bytes.fromhex(error.chunk)
         index = next((i for i, record in enumerate(self.history.chunks) if record.digest == digest), None)
-        if index is None:
+        if index is None or not self.history.named or self._recoveries == _RECOVERIES:
             raise error
+        self._recoveries += 1
         position = index * self.history.context.chunk_tokens
         tokens = self.history.token_ids[position:]
         self.memory.revoke(self.history.chunks[index])
+        # Noted before the rows are given up: whatever ends the recovery, the next step goes on with it.
+        self._owed = tokens + self._owed
         self.history.rewind(position)
         self.recomputes.append(Recompute(position, len(tokens), error.reason, error.cause))
         self.memory.log.recomputed(len(tokens))
-        self.replay(inner, tokens)
+        self._repay(inner, len(tokens))
 
     def replay(self, inner: Forward, tokens: Sequence[int]) -> None:
-        """Compute the rows of known tokens; no logits are kept."""
-        start = self.frontier
-        device = self.memory.device
+        """Compute the rows of known tokens, those of an interrupted recovery first; no logits are kept."""
+        self._recoveries = 0
+        self._repay(inner, len(self._owed))
+        start = self.history.frontier
         for first, stop in self.memory.slices(start, len(tokens)):
-            ids = list(tokens[first - start : stop - start])
-            named = {"input_ids": torch.tensor([ids], device=device)}
-            self._run(inner, named, ids, self.memory.quiet_kwargs)
+            self._run_known(inner, list(tokens[first - start : stop - start]))
 
     def close(self) -> None:
         """Give up all rows."""
@@ -143,12 +159,21 @@ class Request:
             self.plan.abort_step()
             self.history.close()
 
+    def _repay(self, inner: Forward, rows: int) -> None:
+        for first, stop in self.memory.slices(self.history.frontier, rows):
+            self._run_known(inner, self._owed[: stop - first])
+            del self._owed[: stop - first]
+
+    def _run_known(self, inner: Forward, ids: list[int]) -> None:
+        named = {"input_ids": torch.tensor([ids], device=self.memory.device)}
+        self._run(inner, named, ids, self.memory.quiet_kwargs)
+
     def _run(self, inner: Forward, named: dict[str, Any], ids: list[int] | None, kwargs: dict[str, Any]) -> Any:
         rows = next(iter(named.values())).shape[1]
         while True:
             try:
                 self.memory.activate(self, rows)
-                self._step = (self.frontier, rows)
+                self._step = (self.history.frontier, rows)
                 with torch.no_grad(), self.memory.engaged():
                     output = inner(**named, **kwargs, past_key_values=self.cache, use_cache=True, attention_mask=None)
             except DamagedError as error:
@@ -159,7 +184,7 @@ class Request:
                 self._abort()
                 raise
             break
-        start, self._step = self.frontier, None
+        start, self._step = self.history.frontier, None
         sealed = self.history.commit(rows, ids)
         for record in sealed:
             self.memory.publish(record)
@@ -174,59 +199,3 @@ class Request:
     def _require_open(self) -> None:
         if self.closed:
             raise StateError(Reason.CLOSED, "the request is closed", "ask the memory for a new request")
-
-    def _check(self, input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> int:
-        """Refuse what is not one unpadded sequence that continues the history. Returns the rows that come in."""
-        embeds = kwargs.get("inputs_embeds")
-        source = embeds if embeds is not None else input_ids
-        if source is None or source.shape[1] == 0:
-            raise ConfigurationError(
-                Reason.EMPTY_PROMPT,
-                "there is no new token to compute",
-                "pass at least one token; restore(..., token_ids=prompt) leaves the prompt's last one to compute",
-            )
-        if source.shape[0] != 1:
-            raise UnsupportedError(
-                Reason.BATCH_UNSUPPORTED, f"a batch of {source.shape[0]} sequences", "run one sequence per request"
-            )
-        rows, start = int(source.shape[1]), self.frontier
-        limit = self.memory.max_positions
-        if limit is not None and start + rows > limit:
-            raise ConfigurationError(
-                Reason.CONTEXT_EXCEEDED,
-                f"{start + rows} tokens are more than the model's context of {limit}",
-                "shorten the prompt, or use a model with a longer context",
-            )
-        mask = kwargs.pop("attention_mask", None)
-        if mask is not None:
-            if mask.dim() != 2:
-                raise UnsupportedError(Reason.MASK_UNSUPPORTED, f"an attention mask of {mask.dim()} dimensions")
-            if not bool(mask.all()):
-                raise UnsupportedError(
-                    Reason.PADDING_UNSUPPORTED, "the attention mask hides tokens", "pass one sequence without padding"
-                )
-        positions = kwargs.pop("position_ids", None)
-        if positions is not None and (
-            positions.shape != (1, rows)
-            or int(positions[0, 0]) != start
-            or (rows > 1 and not bool((positions[0].diff() == 1).all()))
-        ):
-            raise UnsupportedError(
-                Reason.POSITIONS_UNSUPPORTED,
-                f"positions that do not continue the history at {start}",
-                "pass the ids that follow the committed rows, or restore(..., token_ids=prompt)",
-            )
-        if kwargs.get("output_attentions"):
-            raise UnsupportedError(Reason.OPERATION_UNSUPPORTED, "output_attentions: weights are never materialised")
-        kwargs.pop("past_key_values", None)
-        kwargs.pop("use_cache", None)
-        return rows
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """One output whose logits, or last hidden states, are those of all slices."""
-    last = outputs[-1]
-    for field in ("logits", "last_hidden_state"):
-        if getattr(last, field, None) is not None:
-            setattr(last, field, torch.cat([getattr(output, field) for output in outputs], dim=1))
-    return last
