@@ -83,7 +83,7 @@ def _picture(title: str, note: str, draw: Callable[[Axes, Mapping[str, str]], No
 
 
 def _svg(draw: Callable[[Axes, Mapping[str, str]], None], ink: Mapping[str, str]) -> bytes:
-    style = {
+    style: Any = {
         "font.size": 9.0,
         "text.color": ink["ink"],
         "axes.labelcolor": ink["ink"],

@@ -73,7 +73,7 @@ def _value(key: str, value: float | None) -> str:
         return _bytes(value)
     if key.endswith("_s"):
         return f"{value:.3f} s"
-    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
 
 
 def _bytes(value: float | None) -> str:
