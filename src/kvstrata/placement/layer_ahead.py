@@ -164,6 +164,12 @@ class LayerAhead:
                 for layer in range(self.layers):
                     self.directory.evict(record, layer)
 
+    def close(self) -> None:
+        """End what is under way and let go of the arena's memory."""
+        self.abort_step()
+        for table in self.tables:
+            table.truncate(0)
+
     def _replan(self, rows: int) -> None:
         self.abort_step()
         history, arena = self.history, self.directory.arena

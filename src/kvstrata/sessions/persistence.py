@@ -38,7 +38,8 @@ def save_session(
     """Store the committed rows of `history` under `name`. Blocks until every chunk is published.
 
     Errors: `StoreError` when a chunk cannot be written (nothing becomes visible under the name then), `DamagedError`
-    when a chunk has been lost that must be computed again, `SessionError` for a name that is not legal, `StateError` for an empty history or one whose rows have no token ids.
+    when a chunk has been lost and must be computed again, `SessionError` for a name that is not legal, `StateError` for
+    an empty history or one whose rows have no token ids.
     """
     start = clock()
     store.require_writable()

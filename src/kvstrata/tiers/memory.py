@@ -58,7 +58,7 @@ class HostBacking:
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slots = slots
         self.stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.memory = mmap.mmap(-1, max(1, self.stride * slots))
+        self.memory: mmap.mmap | None = mmap.mmap(-1, max(1, self.stride * slots))
         view = memoryview(self.memory)
         self._views = [view[i * self.stride : i * self.stride + slot_bytes] for i in range(slots)]
 
@@ -72,7 +72,9 @@ class HostBacking:
         """Nothing to do: the host's memory is the device's."""
 
     def close(self) -> None:
+        """The memory goes with the last view of it that somebody else holds."""
         self._views.clear()
+        self.memory = None
 
 
 class MemoryArena:

@@ -98,16 +98,17 @@ def attach(
 
 def parse_bytes(value: int | str, field: str = "budget") -> int:
     """Bytes from a number or from text like `64MiB`, `1.5GB`. Errors: `ConfigurationError` naming field and value."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
+    amount = value if isinstance(value, int) and not isinstance(value, bool) else 0
     match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _UNITS:
+    if match is not None and match[2].lower() in _UNITS:
+        amount = int(float(match[1]) * _UNITS[match[2].lower()])
+    if amount < 1:
         raise ConfigurationError(
             Reason.INVALID_ARGUMENT,
             f"{field}={value!r} is not a positive number of bytes",
             'write it like 67108864 or "64MiB"',
         )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return amount
 
 
 def _slots(

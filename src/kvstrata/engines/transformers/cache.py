@@ -86,6 +86,10 @@ class RequestCache(Cache):
         if tokens_to_remove != 0:
             self._refuse("crop", "assisted decoding and prompt look-up")
 
+    def activate_past_recording(self) -> None:
+        """Errors: `UnsupportedError`; called before drafts are computed, which are committed rows here."""
+        self._refuse("activate_past_recording", "assisted decoding and prompt look-up")
+
     def reset(self) -> None:
         """Errors: `UnsupportedError`; ask the memory for a new request instead."""
         self._refuse("reset", "a new history needs a new request")

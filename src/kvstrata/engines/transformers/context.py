@@ -28,12 +28,7 @@ def chunk_context(
     family that is not served, a device map over several devices, or adapters that are loaded and not named.
     """
     config = model.config
-    if config.model_type not in _FAMILIES:
-        raise UnsupportedError(
-            Reason.MODEL_UNSUPPORTED,
-            f"model_type={config.model_type!r} is not served; families served: {', '.join(sorted(_FAMILIES))}",
-            "use a model of a served family, or the stock cache",
-        )
+    _require_family(config)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise UnsupportedError(
@@ -68,6 +63,7 @@ def chunk_context(
 def segment_layout(model: Any, chunk_tokens: int) -> SegmentLayout:
     """Layout of one layer's segment. Errors: `UnsupportedError` for a dtype or geometry that cannot be stored."""
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")
+    _require_family(config)
     if dtype not in ITEM_SIZES:
         raise UnsupportedError(
             Reason.MODEL_UNSUPPORTED, f"dtype={dtype} is not served", "load the model in float32 or bfloat16"
@@ -90,3 +86,12 @@ def weights_identity(model: Any) -> ModelIdentity:
         hasher.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
         hasher.update(memoryview(flat.numpy()))
     return ModelIdentity(f"weights:blake3:{hasher.hexdigest()}")
+
+
+def _require_family(config: Any) -> None:
+    if config.model_type not in _FAMILIES:
+        raise UnsupportedError(
+            Reason.MODEL_UNSUPPORTED,
+            f"model_type={config.model_type!r} is not served; families served: {', '.join(sorted(_FAMILIES))}",
+            "use a model of a served family, or the stock cache",
+        )

@@ -156,7 +156,7 @@ class Request:
         """Give up all rows."""
         if not self.closed:
             self.closed = True
-            self.plan.abort_step()
+            self.plan.close()
             self.history.close()
 
     def _repay(self, inner: Forward, rows: int) -> None:
