@@ -52,8 +52,9 @@ def least_budget(model: Any, tokens: int, store: Path, **options: Any) -> int:
 
 
 def generate(model: Any, ids: torch.Tensor, tokens: int, cache: dict[str, Any], **options: Any) -> Any:
-    """Greedy decoding with logits, unless `options` say otherwise."""
-    return model.generate(ids, **cache, max_new_tokens=tokens, **(QUIET | options))
+    """Greedy decoding with logits, unless `options` say otherwise. No token counts as padding."""
+    mask = {"attention_mask": torch.ones_like(ids)}
+    return model.generate(ids, **cache, max_new_tokens=tokens, **(QUIET | mask | options))
 
 
 def stock(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> Any:

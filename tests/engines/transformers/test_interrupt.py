@@ -1,0 +1,261 @@
+"""Ctrl-C and kill -9 at any moment: what was published stays whole, and the same request goes on rightly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chunks_and_faults import flip
+from engine_cases import CHUNK, attach, chunk_files, generate, least_budget, logits, patched_layer, prompt
+
+from kvstrata.engines.transformers.memory import Memory
+from kvstrata.errors import Reason, StoreError
+from kvstrata.store import Store
+from kvstrata.tiers.files import OsFiles
+
+LAYERS = 3
+LENGTH = 6 * CHUNK + 21
+NEW = 6
+
+
+def expected_run(model: Any, budget: int, store: Path) -> Any:
+    with attach(model, store, budget=budget) as memory:
+        return generate(model, prompt(LENGTH), NEW, memory.generate_kwargs())
+
+
+def require_sound(store: Path) -> None:
+    with Store(store) as opened:
+        assert {verdict.reason for verdict in opened.verify()} <= {None}
+        assert opened.usage().temporary == 0
+
+
+class _At:
+    """Raises KeyboardInterrupt at the given call."""
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("step", [1, 2, 4, 5, 8])
+def test_ctrl_c_inside_a_step(tiny_llama: Callable[..., Any], tmp_path: Path, layer: int, step: int) -> None:
+    """Steps 1 to 5 are those of the prefill: four slices and the last row."""
+    model, ids = tiny_llama("bfloat16", layers=LAYERS), prompt(LENGTH)
+    budget = least_budget(model, LENGTH + NEW, tmp_path / "probe")
+    expected = expected_run(model, budget, tmp_path / "undisturbed")
+    with attach(model, tmp_path / "store", budget=budget) as memory:
+        request = memory.request()
+        with pytest.raises(KeyboardInterrupt), patched_layer(model, layer, _At(step)):
+            generate(model, ids, NEW, request.generate_kwargs())
+        done = request.frontier
+        assert not request.in_step
+        assert request.token_ids == expected.sequences[0, :done].tolist()
+        for chunk in chunk_files(tmp_path / "store"):
+            with memory.store.tier.open(bytes.fromhex(chunk.stem)) as file:
+                file.verify_payload()
+        start = max(LENGTH, done + 1)
+        ours = generate(model, expected.sequences[:, :start], NEW - start + LENGTH, request.generate_kwargs())
+        assert torch.equal(logits(ours), logits(expected)[start - LENGTH :])
+        assert ours.sequences.tolist() == expected.sequences.tolist()
+        memory.save("talk")
+    require_sound(tmp_path / "store")
+
+
+class _InterruptingReads(OsFiles):
+    """One read of a segment sends Ctrl-C to the main thread, which waits for it."""
+
+    armed = False
+
+    def preadv(self, fd: int, buffers: Any, offset: int, /) -> int:
+        if self.armed and threading.current_thread() is not threading.main_thread():
+            self.armed = False
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.1)
+        return os.preadv(fd, buffers, offset)
+
+
+def test_ctrl_c_while_waiting_for_a_read(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    """No slot is lost, however often it happens."""
+    model, ids, files = tiny_llama(layers=LAYERS), prompt(LENGTH), _InterruptingReads()
+    budget = least_budget(model, LENGTH + NEW, tmp_path / "probe")
+    expected = expected_run(model, budget, tmp_path / "undisturbed")
+    with Store(tmp_path / "store", files=files) as store, attach(model, store, budget=budget) as memory:
+        request = memory.prefill(ids[0].tolist())
+        memory.save("talk")
+        for _ in range(6):
+            request.plan.yield_memory()
+            assert memory.arena.used_slots == LAYERS
+            files.armed = True
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, ids, NEW, request.generate_kwargs())
+            assert request.frontier == LENGTH - 1
+        ours = generate(model, ids, NEW, request.generate_kwargs())
+    assert torch.equal(logits(ours), logits(expected))
+
+
+@pytest.mark.parametrize("call", [2, 3, 5])
+def test_ctrl_c_inside_a_recovery(tiny_llama: Callable[..., Any], tmp_path: Path, call: int) -> None:
+    """The rows that were to be recomputed are not forgotten: the next step starts with them.
+
+    The first call is that of the step that meets the damage, the others are those of the four slices computed again.
+    """
+    model, ids = tiny_llama(layers=LAYERS), prompt(LENGTH)
+    budget = least_budget(model, LENGTH + NEW, tmp_path / "probe")
+    expected = expected_run(model, budget, tmp_path / "undisturbed")
+    with attach(model, tmp_path / "store", budget=budget) as memory:
+        request = memory.prefill(ids[0].tolist())
+        memory.save("talk")
+        request.plan.yield_memory()
+        path = memory.store.tier.path(request.history.chunks[1].digest)
+        flip(path, path.stat().st_size - 9)
+        with pytest.raises(KeyboardInterrupt), patched_layer(model, 2, _At(call)):
+            generate(model, ids, NEW, request.generate_kwargs())
+        assert request.history.frontier < LENGTH - 1
+        assert request.frontier == LENGTH - 1
+        assert request.token_ids == ids[0, :-1].tolist()
+        step = model(ids[:, -1:], past_key_values=request.cache)
+        assert request.frontier == LENGTH
+        assert torch.allclose(step.logits[0, -1], logits(expected)[0], atol=1e-4)
+        ours = generate(model, expected.sequences[:, : LENGTH + 1], NEW - 1, request.generate_kwargs())
+        assert ours.sequences.tolist() == expected.sequences.tolist()
+        assert memory.save("talk").frontier == LENGTH + NEW - 1
+
+
+def test_a_save_after_an_interrupted_recovery_is_whole(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    model, ids = tiny_llama(layers=LAYERS), prompt(LENGTH)
+    with attach(model, tmp_path / "store", budget=least_budget(model, LENGTH + NEW, tmp_path / "probe")) as memory:
+        request = memory.prefill(ids[0].tolist())
+        memory.save("talk")
+        request.plan.yield_memory()
+        path = memory.store.tier.path(request.history.chunks[0].digest)
+        flip(path, path.stat().st_size - 9)
+        with pytest.raises(KeyboardInterrupt), patched_layer(model, 2, _At(2)):
+            model(ids[:, -1:], past_key_values=request.cache)
+        assert memory.save("talk").frontier == LENGTH - 1
+
+
+class _Late(OsFiles):
+    """Reads of segments wait until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def preadv(self, fd: int, buffers: Any, offset: int, /) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            self.gate.wait(60)
+        return os.preadv(fd, buffers, offset)
+
+
+def test_a_late_read_is_refused_and_does_no_harm(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    """Nobody gets its slot before it has ended, and the chunk is no miss."""
+    model, ids, files = tiny_llama(layers=LAYERS), prompt(LENGTH), _Late()
+    budget = least_budget(model, LENGTH + NEW, tmp_path / "probe")
+    expected = expected_run(model, budget, tmp_path / "undisturbed")
+    with (
+        Store(tmp_path / "store", files=files) as store,
+        attach(model, store, budget=budget, read_timeout_s=0.05) as memory,
+    ):
+        request = memory.prefill(ids[0].tolist())
+        memory.save("talk")
+        request.plan.yield_memory()
+        files.gate.clear()
+        with pytest.raises(StoreError) as refusal:
+            generate(model, ids, NEW, request.generate_kwargs())
+        assert refusal.value.reason is Reason.STORE_LATE
+        held = memory.arena.used_slots
+        assert held > LAYERS
+        files.gate.set()
+        while memory.arena.used_slots > LAYERS:
+            time.sleep(0.001)
+        memory._read_timeout_s = memory._attached()._timeout_s = 30.0
+        ours = generate(model, ids, NEW, request.generate_kwargs())
+        assert memory.ledger().recomputes == ()
+    assert torch.equal(logits(ours), logits(expected))
+
+
+_CHILD = """
+import sys, torch
+sys.path[:0] = [{support!r}]
+from engine_cases import attach, prompt
+torch.set_num_threads(1)
+model = torch.load({model!r}, weights_only=False)
+memory = attach(model, {store!r}, budget={budget})
+try:
+    with memory:
+        request = memory.prefill(prompt({length})[0].tolist())
+        memory.save("before")
+        print("running", flush=True)
+        ids = prompt({length})[:, -1:]
+        while True:
+            ids = model(ids, past_key_values=request.cache).logits[:, -1:].argmax(-1)
+            if request.frontier % 16 == 0:
+                memory.save("talk")
+            if request.frontier > {length} + 400:
+                request = memory.restore("before")[0]
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_a_process_that_generates(
+    tiny_llama: Callable[..., Any], tmp_path: Path, number: signal.Signals
+) -> None:
+    """Whatever moment it hits, the store verifies clean and every session in it can be continued."""
+    model, store = tiny_llama(layers=LAYERS), tmp_path / "store"
+    torch.save(model, tmp_path / "model.pt")
+    budget = least_budget(model, LENGTH + 500, tmp_path / "probe")
+    script = _CHILD.format(
+        support=str(Path(__file__).parents[2] / "support"),
+        model=str(tmp_path / "model.pt"),
+        store=str(store),
+        budget=budget,
+        length=LENGTH,
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "running\n"
+        time.sleep(0.3)
+        child.send_signal(number)
+        output = child.stdout.read()
+    if number is signal.SIGINT:
+        assert child.returncode == 130
+        assert output == "interrupted\n"
+    else:
+        assert child.returncode == -signal.SIGKILL
+    require_sound(store)
+    with attach(model, store, budget=budget) as memory:
+        request, receipt = memory.restore("before", prompt(LENGTH)[0].tolist())
+        assert receipt.hit
+        generate(model, prompt(LENGTH), 2, request.generate_kwargs())
+        _require_continues(memory)
+
+
+def _require_continues(memory: Memory) -> None:
+    from kvstrata.sessions import SessionStore
+
+    for summary in SessionStore(memory.store).list():
+        assert summary.latest is not None
+        assert not summary.damaged
+        request, receipt = memory.restore(summary.latest.name)
+        assert receipt.hit
+        memory.model(prompt(1), past_key_values=request.cache)
+        assert memory.ledger().recomputes == ()
+        request.close()
