@@ -89,10 +89,11 @@ class OutputView:
         wanted = kwargs.pop("return_dict", None)
         as_tuple = not (getattr(config, "return_dict", True) if wanted is None else wanted)
         keep = kwargs.get("logits_to_keep", 0)
+        kept: torch.Tensor | None = None
         if isinstance(keep, torch.Tensor) and keep.dim() == 1:
             kept = torch.where(keep < 0, keep + rows, keep)
-        else:
-            kept = torch.arange(max(0, rows - int(keep)), rows) if int(keep) > 0 else None
+        elif int(keep) > 0:
+            kept = torch.arange(max(0, rows - int(keep)), rows)
         last_only = kept is not None and kept.tolist() == [rows - 1]
         return cls(rows, kept, last_only and not whole, whole, as_tuple)
 
@@ -109,9 +110,9 @@ class OutputView:
         last = outputs[-1]
         if len(outputs) > 1 and not self.last_only:
             for field in ("logits", "last_hidden_state"):
-                parts = [getattr(output, field, None) for output in outputs]
-                if parts[-1] is None:
+                if getattr(last, field, None) is None:
                     continue
+                parts: list[torch.Tensor] = [getattr(output, field) for output in outputs]
                 if field == "logits" and self.kept is not None:
                     joined = parts[-1].new_empty(1, len(self.kept), parts[-1].shape[-1])
                     for part, (first, stop) in zip(parts, bounds, strict=True):
