@@ -1,0 +1,214 @@
+"""One record for a chunk, one replica for a layer, and never the last valid copy evicted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from chunks_and_faults import LAYERS, make_chunk
+from directory_parts import make_directory, make_history
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.contract.states import FileReplicaState, SlotState
+from kvstrata.errors import Reason, StateError, StoreError
+from kvstrata.store.directory import ChunkRecord, Directory
+
+
+def fill(directory: Directory, record: ChunkRecord, layer: int) -> None:
+    grant = directory.arena.reserve((record.digest, layer))
+    assert grant is not None
+    directory.publish(record, layer, grant)
+
+
+def make_resident(directory: Directory, seed: int = 0) -> ChunkRecord:
+    record = directory.acquire(make_chunk(seed).identity)
+    for layer in range(LAYERS):
+        fill(directory, record, layer)
+    return record
+
+
+def make_published(directory: Directory, seed: int = 0) -> ChunkRecord:
+    record = make_resident(directory, seed)
+    directory.mark(record, FileReplicaState.WRITING)
+    directory.mark(record, FileReplicaState.PUBLISHED)
+    return record
+
+
+def test_users_share_a_record() -> None:
+    directory = make_directory()
+    first, second = (directory.acquire(make_chunk(0).identity) for _ in range(2))
+    other = directory.acquire(make_chunk(1).identity)
+    assert first is second
+    assert (first.users, len(directory), set(directory)) == (2, 2, {first, other})
+
+
+def test_the_last_user_takes_the_slots_along() -> None:
+    directory = make_directory()
+    record = make_resident(directory)
+    directory.acquire(record.identity)
+    directory.drop(record)
+    assert directory.arena.used_slots == LAYERS
+    directory.drop(record)
+    assert (directory.arena.used_slots, len(directory)) == (0, 0)
+    with pytest.raises(StateError) as refusal:
+        directory.drop(record)
+    assert refusal.value.reason is Reason.NOT_COMMITTED
+
+
+def test_a_chunk_of_another_salt_is_another_record() -> None:
+    from kvstrata.contract.identity import Namespace
+
+    directory = make_directory()
+    names = [directory.acquire(make_chunk(0, namespace=Namespace("a", salt)).identity) for salt in ("x", "y")]
+    assert names[0] is not names[1]
+
+
+def test_the_last_valid_replica_stays() -> None:
+    directory = make_directory()
+    record = make_resident(directory)
+    for state in (FileReplicaState.WRITING, FileReplicaState.FAILED):
+        with pytest.raises(StateError, match="last valid"):
+            directory.evict(record, 0)
+        directory.mark(record, state)
+    with pytest.raises(StateError, match="last valid"):
+        directory.evict(record, 0)
+    assert record.resident == LAYERS
+
+
+def test_a_published_chunk_leaves_memory_layer_by_layer() -> None:
+    directory = make_directory()
+    record = make_published(directory)
+    directory.evict(record, 1)
+    directory.evict(record, 1)
+    assert (record.resident, directory.arena.used_slots) == (2, 2)
+    directory.mark(record, FileReplicaState.REVOKED)
+    with pytest.raises(StateError, match="last valid"):
+        directory.evict(record, 0)
+    fill(directory, record, 1)
+    assert record.resident == LAYERS
+
+
+def test_publishing_checks_owner_generation_and_place() -> None:
+    directory = make_directory()
+    record = make_resident(directory)
+    spare = directory.arena.reserve((record.digest, 0))
+    assert spare is not None
+    with pytest.raises(StateError, match="already"):
+        directory.publish(record, 0, spare)
+    other = directory.acquire(make_chunk(1).identity)
+    with pytest.raises(StateError, match="does not belong"):
+        directory.publish(other, 0, spare)
+    with pytest.raises(StateError, match="does not belong"):
+        directory.publish(record.__class__(record.identity, LAYERS), 1, spare)
+    directory.arena.release(spare)
+    with pytest.raises(StateError, match="generation"):
+        directory.publish(other, 0, spare)
+    assert other.resident == 0
+
+
+def test_illegal_states_of_the_file_replica() -> None:
+    directory = make_directory()
+    record = make_resident(directory)
+    with pytest.raises(StateError, match="legal transition"):
+        directory.mark(record, FileReplicaState.REVOKED)
+    failure = StoreError(Reason.STORE_FULL, "no room")
+    directory.mark(record, FileReplicaState.WRITING)
+    directory.mark(record, FileReplicaState.FAILED, failure)
+    assert record.failure is failure
+    directory.mark(record, FileReplicaState.WRITING)
+    assert record.failure is None
+
+
+def test_a_stored_chunk_is_a_hit_once_validated() -> None:
+    directory = make_directory()
+    identity = make_chunk(0).identity
+    assert directory.acquire(identity).file is FileReplicaState.ABSENT
+    assert directory.acquire(identity, on_file=True).file is FileReplicaState.PUBLISHED
+    record = directory.acquire(identity)
+    directory.mark(record, FileReplicaState.REVOKED)
+    assert directory.acquire(identity).file is FileReplicaState.REVOKED
+    assert directory.acquire(identity, on_file=True).file is FileReplicaState.PUBLISHED
+
+
+def test_held_bytes_survive_eviction_and_the_last_user() -> None:
+    directory = make_directory(slots=2 * LAYERS)
+    record = make_published(directory)
+    backing = directory.arena.backing
+    held = directory.hold(record)
+    for grant in held:
+        backing.writable(grant.slot)[:4] = b"mine"
+    directory.evict(record, 0)
+    directory.drop(record)
+    other = make_resident(directory, seed=1)
+    for grant in other.grants:
+        assert grant is not None
+        backing.writable(grant.slot)[:4] = b"next"
+    assert directory.arena.free_slots == 0
+    assert all(bytes(backing.readable(grant.slot)[:4]) == b"mine" for grant in held)
+    assert all(directory.arena.state(grant.slot) is SlotState.RETIRED for grant in held)
+    for grant in held:
+        directory.arena.let_go(grant)
+    assert directory.arena.free_slots == LAYERS
+
+
+def test_a_tail_slot_becomes_the_replica_or_is_freed() -> None:
+    directory = make_directory()
+    first, second = make_history(directory, 1), make_history(directory, 1)
+    assert first.chunks[0] is second.chunks[0]
+    assert directory.arena.used_slots == LAYERS
+    record = first.chunks[0]
+    assert [directory.arena.state(grant.slot) for grant in record.grants if grant] == [SlotState.PUBLISHED] * LAYERS
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_any_order_of_calls_loses_no_row_and_no_slot(seed: int) -> None:
+    """Each chunk in use has a valid replica of every layer at any time, and every slot one owner."""
+    source, directory = random.Random(seed), make_directory(slots=9)
+    users: list[ChunkRecord] = []
+    held: list[object] = []
+    for _ in range(80):
+        action = source.choice(["acquire", "drop", "evict", "promote", "write", "fail", "done", "hold", "let_go"])
+        record = source.choice(users) if users else None
+        if action == "acquire":
+            new = directory.acquire(make_chunk(source.randrange(5)).identity)
+            users.append(new)
+            while new.file is not FileReplicaState.PUBLISHED and new.resident < LAYERS:
+                if not directory.arena.free_slots:
+                    directory.drop(users.pop())
+                    break
+                fill(directory, new, new.grants.index(None))
+        elif record is None:
+            continue
+        elif action == "drop":
+            users.remove(record)
+            directory.drop(record)
+        elif action == "evict":
+            layer = source.randrange(LAYERS)
+            if record.evictable or record.grants[layer] is None:
+                directory.evict(record, layer)
+            else:
+                with pytest.raises(StateError):
+                    directory.evict(record, layer)
+        elif action == "promote" and None in record.grants and directory.arena.free_slots:
+            fill(directory, record, record.grants.index(None))
+        elif action == "write" and record.file in (FileReplicaState.ABSENT, FileReplicaState.FAILED):
+            directory.mark(record, FileReplicaState.WRITING)
+        elif action in ("fail", "done") and record.file is FileReplicaState.WRITING:
+            state = FileReplicaState.FAILED if action == "fail" else FileReplicaState.PUBLISHED
+            directory.mark(record, state)
+        elif action == "hold":
+            held += directory.hold(record)
+        elif action == "let_go" and held:
+            directory.arena.let_go(held.pop(source.randrange(len(held))))  # type: ignore[arg-type]
+        owners = [grant.slot for item in directory for grant in item.grants if grant is not None]
+        assert len(owners) == len(set(owners))
+        slots = set(owners) | {grant.slot for grant in held}  # type: ignore[attr-defined]
+        assert directory.arena.used_slots == len(slots)
+        assert {item.digest for item in directory} == {item.digest for item in users}
+        for item in directory:
+            assert item.users == sum(user is item for user in users)
+            assert item.file is FileReplicaState.PUBLISHED or item.resident == LAYERS
+            for grant in item.grants:
+                assert grant is None or directory.arena.generations[grant.slot] == grant.generation

@@ -1,0 +1,118 @@
+"""Rows become history chunk by chunk, under names that say all that came before."""
+
+from __future__ import annotations
+
+import pytest
+from chunks_and_faults import LAYERS, make_context
+from directory_parts import SIZE, extend, make_directory, make_history, make_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.errors import Reason, StateError
+from kvstrata.sessions.snapshots import chunk_identities
+from kvstrata.store.history import History
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 2 * SIZE), min_size=1, max_size=6))
+def test_chunks_are_named_the_same_however_rows_arrive(steps: list[int]) -> None:
+    directory = make_directory(slots=60)
+    history = History(directory, make_context())
+    ids = make_ids(sum(steps))
+    sealed, start = [], 0
+    for rows in steps:
+        assert history.extend_tail(rows)
+        sealed += history.commit(rows, ids[start : start + rows])
+        start += rows
+    expected = chunk_identities(make_context(), ids)
+    full = [item.digest for item in expected if len(item.token_ids) == SIZE]
+    assert [record.digest for record in history.chunks] == full == [record.digest for record in sealed]
+    assert (history.frontier, history.token_ids, history.sealed) == (start, ids, SIZE * len(full))
+    tail = history.tail_identity()
+    assert (tail.digest if tail else None) == (expected[-1].digest if len(full) < len(expected) else None)
+    assert directory.arena.used_slots == LAYERS * (len(history.chunks) + len(history.tail))
+    history.close()
+    assert (directory.arena.used_slots, len(directory), history.frontier) == (0, 0, 0)
+
+
+def test_the_tail_takes_all_or_nothing() -> None:
+    history = History(make_directory(slots=2 * LAYERS - 1), make_context())
+    assert history.extend_tail(SIZE)
+    assert history.extend_tail(SIZE)
+    assert not history.extend_tail(SIZE + 1)
+    assert history.directory.arena.used_slots == LAYERS
+    assert len(history.tail) == 1
+
+
+def test_rows_without_slots_cannot_be_committed() -> None:
+    history = History(make_directory(), make_context())
+    history.extend_tail(SIZE)
+    with pytest.raises(StateError) as refusal:
+        history.commit(SIZE + 1, make_ids(SIZE + 1))
+    assert refusal.value.reason is Reason.NOT_COMMITTED
+    assert history.frontier == 0
+
+
+def test_rows_without_ids_are_kept_and_never_named() -> None:
+    history = make_history(make_directory(slots=30), 1)
+    for rows, ids in ((3, None), (SIZE, make_ids(SIZE))):
+        history.extend_tail(rows)
+        assert history.commit(rows, ids) == []
+    assert not history.named
+    assert (history.frontier, len(history.chunks), len(history.token_ids)) == (2 * SIZE + 3, 1, SIZE)
+
+
+def test_stored_chunks_continue_only_their_own_history() -> None:
+    identities = chunk_identities(make_context(), make_ids(3 * SIZE + 5))
+    strangers = chunk_identities(make_context(), make_ids(3 * SIZE, seed=1))
+    history = History(make_directory(), make_context())
+    history.append_stored(identities[0])
+    for wrong in (identities[0], identities[2], strangers[1]):
+        with pytest.raises(StateError) as refusal:
+            history.append_stored(wrong)
+        assert refusal.value.reason is Reason.NOT_COMMITTED
+    history.append_stored(identities[1])
+    assert (history.frontier, history.directory.arena.used_slots) == (2 * SIZE, 0)
+    assert history.token_ids == make_ids(3 * SIZE + 5)[: 2 * SIZE]
+    history.extend_tail(1)
+    with pytest.raises(StateError):
+        history.append_stored(identities[2])
+
+
+@pytest.mark.parametrize("position", [0, SIZE, 2 * SIZE, 2 * SIZE + 3, 2 * SIZE + 10])
+def test_rows_are_forgotten_from_a_boundary_on(position: int) -> None:
+    directory = make_directory()
+    history = make_history(directory, 2)
+    ids = [*history.token_ids, *make_ids(10, seed=9)]
+    extend(history, ids[2 * SIZE :])
+    version = history.version
+    history.rewind(position)
+    assert (history.frontier, history.token_ids) == (position, ids[:position])
+    assert len(history.chunks) == len(directory) == min(2, position // SIZE)
+    tail = 1 if position > 2 * SIZE else 0
+    assert directory.arena.used_slots == LAYERS * (len(history.chunks) + tail)
+    assert history.version > version
+    again = make_history(directory, 2)
+    assert [record.digest for record in again.chunks][: len(history.chunks)] == [r.digest for r in history.chunks]
+
+
+@pytest.mark.parametrize("position", [-1, 1, SIZE - 1, SIZE + 1, 2 * SIZE + 11])
+def test_sealed_rows_cannot_be_cut(position: int) -> None:
+    history = make_history(make_directory(), 2)
+    extend(history, make_ids(10))
+    with pytest.raises(StateError) as refusal:
+        history.rewind(position)
+    assert refusal.value.reason is Reason.OPERATION_UNSUPPORTED
+    assert history.frontier == 2 * SIZE + 10
+
+
+def test_histories_do_not_take_each_others_tail() -> None:
+    directory = make_directory()
+    first, second = (History(directory, make_context()) for _ in range(2))
+    first.extend_tail(1)
+    second.extend_tail(1)
+    owners = {chunk.owner for history in (first, second) for chunk in history.tail}
+    assert len(owners) == 2
+    first.close()
+    assert directory.arena.used_slots == LAYERS
+    directory.arena.hold(second.tail[0].grants[0], second.tail[0].owner)
