@@ -105,7 +105,7 @@ class LedgerBook:
             staging_bytes=staged_slots * self._stride,
             workspace_bytes=self._workspace,
             metadata_bytes=totals.metadata_bytes,
-            fragmented_bytes=tail_slots * self._stride - tail_rows * row + arena.used_slots * (self._stride - segment),
+            fragmented_bytes=tail_slots * segment - tail_rows * row + arena.used_slots * (self._stride - segment),
             duplicate_bytes=sum(record.resident for record in published) * segment,
             peak_over_logical=peak / logical if logical else 0.0,
             traffic={

@@ -63,8 +63,10 @@ def save_session(
                 chunk=record.digest.hex(),
             )
         publisher.submit(record)
+    # All are settled before one is reported: a refused save leaves no write behind that fails later.
     for record in history.chunks:
         publisher.wait(record)
+    for record in history.chunks:
         if record.file is not FileReplicaState.PUBLISHED:
             raise record.failure or StoreError(Reason.STORE_IO, f"chunk {record.digest.hex()[:16]} was not written")
     chunks = [record.digest for record in history.chunks]
