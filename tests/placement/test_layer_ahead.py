@@ -1,0 +1,236 @@
+"""The plan of a request: complete tables ahead of every layer, within the slots, whoever else wants them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chunks_and_faults import LAYERS, LAYOUT, FaultyFiles
+from directory_parts import SIZE, extend, make_history, make_ids, segment_bytes
+
+from kvstrata.contract.receipts import StepReceipt
+from kvstrata.contract.states import FileReplicaState
+from kvstrata.errors import BudgetError, DamagedError, Reason, StateError, StoreError
+from kvstrata.placement.layer_ahead import LayerAhead
+from kvstrata.store.directory import Directory
+from kvstrata.store.history import History
+from kvstrata.store.promotion import Promoter
+from kvstrata.store.publication import Publisher
+from kvstrata.tiers.device import HostTensorBacking
+from kvstrata.tiers.files import FileTier
+from kvstrata.tiers.memory import MemoryArena
+
+CHUNKS = 4
+Open = Callable[..., "Parts"]
+
+
+class Parts:
+    """A directory of `slots` slots over a file tier, with its threads."""
+
+    def __init__(self, root: Path, slots: int, files: Any = None) -> None:
+        self.backing = HostTensorBacking(LAYOUT.segment_bytes, slots)
+        self.directory = Directory(MemoryArena(LAYOUT.segment_bytes, self.backing), LAYERS)
+        tier = FileTier(root, files=files)
+        self.publisher = Publisher(self.directory, tier, LAYOUT)
+        self.publisher.start()
+        self.promoter = Promoter(self.directory, tier, LAYOUT)
+
+    def plan(self, history: History, *, writable: bool = True, depth: int = 2) -> LayerAhead:
+        publisher = self.publisher if writable else None
+        return LayerAhead(
+            history, LAYOUT, self.backing.segment, self.promoter, publisher, lambda slots: 1000 * slots, depth
+        )
+
+    def close(self) -> None:
+        self.publisher.stop()
+        self.promoter.close()
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Open]:
+    opened: list[Parts] = []
+
+    def make(slots: int, files: Any = None) -> Parts:
+        opened.append(Parts(tmp_path, slots, files))
+        return opened[-1]
+
+    yield make
+    for item in opened:
+        item.close()
+
+
+def publish(parts: Parts, history: History) -> None:
+    for record in history.chunks:
+        parts.publisher.submit(record)
+    parts.publisher.wait()
+
+
+def step(plan: LayerAhead, rows: int = 1) -> StepReceipt:
+    """One step in which every layer finds the right bytes in its table."""
+    history, start = plan.history, plan.history.frontier
+    plan.begin_step(rows)
+    for layer in range(LAYERS):
+        table = plan.before_layer(layer)
+        assert table.capacity >= start + rows
+        for index in range(len(history.chunks)):
+            ids = history.token_ids[index * SIZE : (index + 1) * SIZE]
+            assert table.segments[index].numpy().tobytes() == segment_bytes(ids, layer)
+        plan.after_layer(layer)
+    sealed = history.commit(rows, make_ids(rows, start))
+    return plan.end_step(start, rows, len(sealed))
+
+
+@pytest.mark.parametrize(
+    ("slots", "moved", "staged"),
+    [
+        (LAYERS * (CHUNKS + 1), 0, 0),
+        (LAYERS * CHUNKS, 3, 6),
+        (LAYERS + 2 * CHUNKS, 4, 8),
+        (LAYERS + CHUNKS + 1, 4, 4),
+        (LAYERS + CHUNKS, 4, 4),
+    ],
+)
+def test_tables_are_complete_in_any_memory(parts: Open, slots: int, moved: int, staged: int) -> None:
+    opened = parts(LAYERS * (CHUNKS + 1))
+    history = make_history(opened.directory, CHUNKS)
+    publish(opened, history)
+    for record in history.chunks:
+        for layer in range(LAYERS):
+            opened.directory.evict(record, layer)
+    spare = [opened.directory.arena.reserve("spare") for _ in range(LAYERS * (CHUNKS + 1) - slots)]
+    assert None not in spare
+    plan = opened.plan(history)
+    receipts = [step(plan) for _ in range(3)]
+    assert [receipt.moved_segments for receipt in receipts[1:]] == [LAYERS * moved] * 2
+    assert receipts[0].moved_segments == LAYERS * CHUNKS
+    assert plan.staged_peak >= staged
+    size = LAYOUT.segment_bytes
+    for receipt in receipts:
+        assert receipt.moved_bytes == receipt.moved_segments * size
+        rows = receipt.visible * LAYERS * LAYOUT.row_bytes
+        assert receipt.resident_bytes + receipt.moved_bytes == rows
+    assert opened.directory.arena.peak_slots <= opened.directory.arena.slots
+    plan.abort_step()
+    resident = sum(record.resident for record in history.chunks)
+    assert opened.directory.arena.used_slots == len(spare) + LAYERS + resident
+
+
+def test_one_slot_too_few_is_refused_with_the_number_that_would_do(parts: Open) -> None:
+    opened = parts(LAYERS * (CHUNKS + 1))
+    history = make_history(opened.directory, CHUNKS)
+    publish(opened, history)
+    spare = [opened.directory.arena.reserve("spare") for _ in range(LAYERS)]
+    plan = opened.plan(history)
+    plan.yield_memory()
+    more = [opened.directory.arena.reserve("spare") for _ in range(LAYERS * CHUNKS - LAYERS - CHUNKS + 1)]
+    assert None not in more
+    with pytest.raises(BudgetError) as refusal:
+        plan.begin_step(1)
+    assert refusal.value.reason is Reason.BUDGET_TOO_SMALL
+    assert refusal.value.required_bytes == 1000 * (LAYERS + CHUNKS + len(spare) + len(more))
+    opened.directory.arena.release(more[0])  # type: ignore[arg-type]
+    step(plan)
+
+
+def test_making_room_waits_for_the_writes(parts: Open) -> None:
+    """Chunks that were never submitted are written first; none is evicted before it is safe."""
+    opened = parts(LAYERS * CHUNKS + 1)
+    history = make_history(opened.directory, CHUNKS)
+    receipt = step(opened.plan(history))
+    assert {record.file for record in history.chunks} >= {FileReplicaState.PUBLISHED}
+    assert receipt.moved_segments > 0
+
+
+def test_without_a_writable_store_nothing_unsafe_is_evicted(parts: Open) -> None:
+    opened = parts(LAYERS * CHUNKS + 1)
+    history = make_history(opened.directory, CHUNKS)
+    plan = opened.plan(history, writable=False)
+    with pytest.raises(BudgetError, match="writable store") as refusal:
+        plan.begin_step(1)
+    assert refusal.value.reason is Reason.BUDGET_TOO_SMALL
+    assert {record.resident for record in history.chunks} == {LAYERS}
+
+
+def test_a_full_disk_is_refused_and_tried_again_by_the_next_step(parts: Open) -> None:
+    files = FaultyFiles(named={"pwritev": errno.ENOSPC})
+    opened = parts(LAYERS * CHUNKS + 1, files)
+    history = make_history(opened.directory, CHUNKS)
+    plan = opened.plan(history)
+    for _ in range(2):
+        with pytest.raises(StoreError) as refusal:
+            plan.begin_step(1)
+        assert refusal.value.reason is Reason.STORE_FULL
+        assert {record.resident for record in history.chunks} == {LAYERS}
+    files.named.clear()
+    step(plan)
+
+
+def test_a_chunk_that_is_valid_nowhere_is_named(parts: Open) -> None:
+    """Another request found its file damaged, and this one holds a part of it."""
+    opened = parts(LAYERS * CHUNKS + 1)
+    history = make_history(opened.directory, CHUNKS)
+    publish(opened, history)
+    lost = history.chunks[1]
+    opened.directory.evict(lost, 0)
+    opened.directory.mark(lost, FileReplicaState.REVOKED)
+    opened.publisher.tier.revoke(lost.digest)
+    with pytest.raises(DamagedError) as failure:
+        step(opened.plan(history))
+    assert failure.value.reason is Reason.CHUNK_MISSING
+    assert failure.value.chunk == lost.digest.hex()
+
+
+def test_an_aborted_step_keeps_no_slot_of_its_own(parts: Open) -> None:
+    opened = parts(LAYERS + CHUNKS)
+    history = History(opened.directory, make_history(opened.directory, 0).context)
+    for index in range(CHUNKS):
+        plan = opened.plan(history)
+        plan.begin_step(SIZE)
+        plan.abort_step()
+        extend(history, make_ids(SIZE, index))
+        publish(opened, history)
+        plan.yield_memory()
+    assert opened.directory.arena.used_slots == 0
+    plan = opened.plan(history)
+    for layers in range(LAYERS + 1):
+        plan.begin_step(1)
+        for layer in range(layers):
+            plan.before_layer(layer)
+            if layer + 1 < layers:
+                plan.after_layer(layer)
+        plan.abort_step()
+        plan.yield_memory()
+        assert opened.directory.arena.used_slots == LAYERS
+    step(plan)
+
+
+def test_a_table_whose_slot_changed_hands_is_refused(parts: Open) -> None:
+    opened = parts(LAYERS * (CHUNKS + 1))
+    history = make_history(opened.directory, CHUNKS)
+    publish(opened, history)
+    plan = opened.plan(history)
+    step(plan)
+    plan.begin_step(1)
+    opened.directory.evict(history.chunks[0], 1)
+    opened.directory.arena.reserve("somebody else")
+    plan.before_layer(0)
+    with pytest.raises(StateError, match="changed hands") as refusal:
+        plan.before_layer(1)
+    assert refusal.value.reason is Reason.NOT_COMMITTED
+    plan.abort_step()
+
+
+def test_yielding_waits_for_writes_and_keeps_what_is_unsafe(parts: Open) -> None:
+    opened = parts(LAYERS * CHUNKS)
+    history = make_history(opened.directory, CHUNKS - 1)
+    for record in history.chunks:
+        opened.publisher.submit(record)
+    plan = opened.plan(history)
+    plan.yield_memory()
+    assert opened.directory.arena.used_slots == 0
+    unsafe = make_history(opened.directory, 1, seed=70)
+    opened.plan(unsafe).yield_memory()
+    assert unsafe.chunks[0].resident == LAYERS

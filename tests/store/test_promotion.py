@@ -1,0 +1,239 @@
+"""Segments come back whole and verified, or not at all, and every slot is given back once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chunks_and_faults import LAYERS, LAYOUT, flip, make_chunk, make_context, make_history, write_all
+from directory_parts import make_directory
+
+from kvstrata.contract.layout import SegmentLayout
+from kvstrata.errors import DamagedError, Reason, StateError, StoreError
+from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.store.promotion import OpenChunks, Promoter
+from kvstrata.tiers.files import FileTier, OsFiles
+
+CHUNKS = make_history(make_context(), list(range(1, 3 * LAYOUT.chunk_tokens + 1)))
+
+
+class Files(OsFiles):
+    """Reads of segments fail, or wait, as the test says."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure = 0
+        self.waiting = threading.Event()
+
+    def preadv(self, fd: int, buffers: Any, offset: int, /) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            self.waiting.set()
+            assert self.gate.wait(60)
+            if self.failure:
+                raise OSError(self.failure, os.strerror(self.failure))
+        return os.preadv(fd, buffers, offset)
+
+
+@pytest.fixture
+def files() -> Files:
+    return Files()
+
+
+@pytest.fixture
+def tier(tmp_path: Path, files: Files) -> FileTier:
+    tier = FileTier(tmp_path, files=files)
+    write_all(tier, CHUNKS)
+    return tier
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return make_directory(slots=7)
+
+
+@pytest.fixture(params=[1, 2])
+def promoter(request: pytest.FixtureRequest, directory: Directory, tier: FileTier, files: Files) -> Iterator[Promoter]:
+    promoter = Promoter(directory, tier, LAYOUT, readers=request.param)
+    yield promoter
+    files.gate.set()
+    promoter.close()
+
+
+def records(directory: Directory) -> list[ChunkRecord]:
+    return [directory.acquire(chunk.identity, on_file=True) for chunk in CHUNKS]
+
+
+def test_segments_arrive_with_their_bytes(promoter: Promoter, directory: Directory) -> None:
+    wanted = [(record, layer) for record in records(directory)[:2] for layer in range(LAYERS)]
+    promotions = promoter.reserve(wanted)
+    assert promotions is not None
+    nbytes, seconds = promoter.start(promotions).finish()
+    assert nbytes == 2 * LAYERS * LAYOUT.segment_bytes
+    assert seconds >= 0
+    for chunk, record in zip(CHUNKS, records(directory)[:2], strict=False):
+        for layer, grant in enumerate(record.grants):
+            assert grant is not None
+            assert bytes(directory.arena.backing.readable(grant.slot)) == chunk.payload(layer)
+
+
+def test_a_segment_is_published_only_after_its_arrival(promoter: Promoter, directory: Directory, files: Files) -> None:
+    record = records(directory)[0]
+    files.gate.clear()
+    promotions = promoter.reserve([(record, 0)])
+    assert promotions is not None
+    batch = promoter.start(promotions)
+    assert files.waiting.wait(60)
+    assert record.grants[0] is None
+    assert directory.arena.used_slots == 1
+    files.gate.set()
+    batch.finish()
+    assert record.grants[0] == promotions[0].grant
+
+
+def test_reservations_are_all_or_nothing(promoter: Promoter, directory: Directory) -> None:
+    wanted = [(record, layer) for record in records(directory) for layer in range(LAYERS)]
+    assert promoter.reserve(wanted) is None
+    assert directory.arena.used_slots == 0
+    assert len(promoter.reserve(wanted[:7]) or []) == 7
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_one_damaged_segment_publishes_none(
+    promoter: Promoter, directory: Directory, tier: FileTier, last: bool
+) -> None:
+    path = tier.path(CHUNKS[1 if last else 0].digest)
+    flip(path, path.stat().st_size - 5)
+    wanted = [(record, LAYERS - 1) for record in records(directory)[:2]]
+    batch = promoter.start(promoter.reserve(wanted) or [])
+    with pytest.raises(DamagedError) as failure:
+        batch.finish()
+    assert failure.value.reason is Reason.CHUNK_DAMAGED
+    assert failure.value.chunk == CHUNKS[1 if last else 0].digest.hex()
+    batch.abandon()
+    assert directory.arena.used_slots == 0
+    assert all(record.resident == 0 for record in directory)
+
+
+def test_a_disk_error_is_no_damage(promoter: Promoter, directory: Directory, files: Files) -> None:
+    """The bytes may be good: the chunk stays a hit, and the next attempt gets it."""
+    record = records(directory)[0]
+    promoter.files.check_out(record.digest)
+    promoter.files.check_in(record.digest)
+    files.failure = errno.EIO
+    with pytest.raises(StoreError) as failure:
+        promoter.start(promoter.reserve([(record, 0)]) or []).finish()
+    assert not isinstance(failure.value, DamagedError)
+    assert failure.value.reason is Reason.STORE_IO
+    assert directory.arena.used_slots == 0
+    files.failure = 0
+    promoter.start(promoter.reserve([(record, 0)]) or []).finish()
+    assert record.resident == 1
+
+
+def test_an_abandoned_batch_gives_its_slots_back_after_its_readers(
+    promoter: Promoter, directory: Directory, files: Files
+) -> None:
+    """Exactly once, and never to anybody else before."""
+    record = records(directory)[0]
+    files.gate.clear()
+    batch = promoter.start(promoter.reserve([(record, layer) for layer in range(LAYERS)]) or [])
+    assert files.waiting.wait(60)
+    thread = threading.Thread(target=batch.abandon)
+    thread.start()
+    assert directory.arena.used_slots == LAYERS
+    files.gate.set()
+    thread.join()
+    assert directory.arena.used_slots == 0
+    batch.abandon()
+    assert directory.arena.free_slots == 7
+
+
+def test_a_finished_batch_has_nothing_to_abandon(promoter: Promoter, directory: Directory) -> None:
+    record = records(directory)[0]
+    batch = promoter.start(promoter.reserve([(record, 0)]) or [])
+    batch.finish()
+    batch.abandon()
+    assert record.resident == directory.arena.used_slots == 1
+
+
+def test_a_late_batch_is_refused_and_frees_its_slots_later(directory: Directory, tier: FileTier, files: Files) -> None:
+    promoter = Promoter(directory, tier, LAYOUT, timeout_s=0.01)
+    record = records(directory)[0]
+    files.gate.clear()
+    batch = promoter.start(promoter.reserve([(record, layer) for layer in range(LAYERS)]) or [])
+    with pytest.raises(StoreError) as failure:
+        batch.finish()
+    assert failure.value.reason is Reason.STORE_LATE
+    batch.abandon()
+    assert directory.arena.used_slots == LAYERS
+    files.gate.set()
+    while directory.arena.used_slots:
+        time.sleep(0.001)
+    promoter.close()
+    assert record.resident == 0
+    assert directory.arena.free_slots == 7
+
+
+def test_a_slot_that_changed_hands_is_not_published(promoter: Promoter, directory: Directory, files: Files) -> None:
+    """The destination's generation is checked when the read has ended."""
+    record = records(directory)[0]
+    promotions = promoter.reserve([(record, 0)])
+    assert promotions is not None
+    batch = promoter.start(promotions)
+    directory.arena.release(promotions[0].grant)
+    taken = directory.arena.reserve((record.digest, 0))
+    assert taken is not None
+    assert taken.slot == promotions[0].grant.slot
+    with pytest.raises(StateError, match="generation"):
+        batch.finish()
+    assert record.resident == 0
+
+
+def test_a_chunk_in_another_layout_is_foreign(directory: Directory, tmp_path: Path) -> None:
+    layout = SegmentLayout(2, 4, 16, "float32", LAYOUT.chunk_tokens, page_tokens=32)
+    other = FileTier(tmp_path / "other")
+    chunk = make_chunk(0, layout=layout)
+    other.write(*chunk.arguments)
+    promoter = Promoter(directory, other, LAYOUT)
+    record = directory.acquire(chunk.identity, on_file=True)
+    with pytest.raises(DamagedError) as failure:
+        promoter.start(promoter.reserve([(record, 0)]) or []).finish()
+    promoter.close()
+    assert failure.value.reason is Reason.CHUNK_FOREIGN
+    assert directory.arena.used_slots == 0
+
+
+def test_open_files_are_bounded_and_never_closed_under_a_reader(tier: FileTier) -> None:
+    chunks = OpenChunks(tier, limit=1)
+    opened = [chunks.check_out(chunk.digest) for chunk in CHUNKS]
+    target = memoryview(bytearray(LAYOUT.segment_bytes))
+    chunks.forget(CHUNKS[0].digest)
+    for file, chunk in zip(opened, CHUNKS, strict=True):
+        file.read_into(1, [target])
+        assert bytes(target) == chunk.payload(1)
+    assert chunks.check_out(CHUNKS[0].digest) is opened[0]
+    chunks.check_in(CHUNKS[0].digest)
+    for chunk in CHUNKS:
+        chunks.check_in(chunk.digest)
+    with pytest.raises(StateError):
+        opened[1].read_into(0, [target])
+    chunks.close()
+    for file in opened:
+        with pytest.raises(StateError):
+            file.read_into(0, [target])
+
+
+def test_a_forgotten_file_is_opened_anew(tier: FileTier) -> None:
+    chunks = OpenChunks(tier)
+    first = chunks.check_out(CHUNKS[0].digest)
+    chunks.check_in(CHUNKS[0].digest)
+    chunks.forget(CHUNKS[0].digest)
+    assert chunks.check_out(CHUNKS[0].digest) is not first
+    chunks.close()
