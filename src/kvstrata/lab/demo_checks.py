@@ -44,7 +44,7 @@ def run_checks(summary: Mapping[str, Any], *, quick: bool) -> list[Check]:
         Check("device memory stays in the budget", peak <= budget, f"peak {_mib(peak)} of {_mib(budget)}"),
         Check(
             "the process grows by no more than the budget and 64 MiB",
-            growth <= budget + _RSS_ALLOWANCE,
+            growth is not None and growth <= budget + _RSS_ALLOWANCE,
             f"{_mib(growth)} after the warm-up, {_mib(budget + _RSS_ALLOWANCE)} allowed",
         ),
         Check(
@@ -92,5 +92,5 @@ def run_checks(summary: Mapping[str, Any], *, quick: bool) -> list[Check]:
     ]
 
 
-def _mib(count: float) -> str:
-    return f"{count / _MIB:.1f} MiB"
+def _mib(count: float | None) -> str:
+    return "unknown" if count is None else f"{count / _MIB:.1f} MiB"
