@@ -70,11 +70,18 @@ class Directory:
             return iter(list(self._records.values()))
 
     def acquire(self, identity: ChunkIdentity, *, on_file: bool = False) -> ChunkRecord:
-        """The chunk's record, made if there is none; counts one more user. on_file: a validated file replica exists."""
+        """The chunk's record, made if there is none; counts one more user. on_file: a validated file replica exists.
+
+        Errors: `StateError` when the record found under that digest is another chunk's.
+        """
         with self._lock:
             record = self._records.get(identity.digest)
             if record is None:
                 record = self._records[identity.digest] = ChunkRecord(identity, self.layers)
+            if record.identity != identity:
+                raise StateError(
+                    Reason.TOKENS_DIFFER, f"two chunks have the name {identity.digest.hex()}; their rows are kept apart"
+                )
             if on_file and record.file in (FileReplicaState.ABSENT, FileReplicaState.REVOKED):
                 self.mark(record, FileReplicaState.PUBLISHED)
             record.users += 1
