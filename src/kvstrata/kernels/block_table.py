@@ -68,6 +68,15 @@ class BlockTable:
             self._addresses[index] = address
         self.native = self.native and segment.device.type == "cpu"
 
+    def replace(self, index: int, segment: Tensor, address: int) -> None:
+        """Puts a segment that `set` has accepted before, and its address, at an `index` below the length; unchecked."""
+        self.segments[index] = segment
+        self._addresses[index] = address
+
+    def address(self, index: int) -> int:
+        """Address of the segment at `index`."""
+        return self._addresses[index]
+
     def append(self, segment: Tensor) -> None:
         """Puts `segment` behind the last one; see `set`."""
         self.set(len(self.segments), segment)

@@ -69,6 +69,7 @@ class LayerAhead:
         self._planned: tuple[int, int, int] | None = None
         self._grants = np.zeros((2, self.layers, 0), np.int64)
         self._verified = [-1] * self.layers
+        self._addresses: dict[int, int] = {}
         self.staged_peak = 0
         self._reset_counters()
 
@@ -276,7 +277,15 @@ class LayerAhead:
                 table.set(index, self._segment(0))
             elif generations[index] != grant.generation or slots[index] != grant.slot:
                 slots[index], generations[index] = grant.slot, grant.generation
-                table.set(index, self._segment(grant.slot))
+                self._put(table, index, grant.slot)
+
+    def _put(self, table: BlockTable, index: int, slot: int) -> None:
+        known = self._addresses.get(slot)
+        if known is not None and index < len(table):
+            table.replace(index, self._segment(slot), known)
+        else:
+            table.set(index, self._segment(slot))
+            self._addresses[slot] = table.address(index)
 
     def _reset_counters(self) -> None:
         self._moved_bytes = 0

@@ -10,8 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,7 @@ __all__ = ["Backing", "Grant", "HostBacking", "MemoryArena"]
 _ALIGNMENT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A reservation: the slot, and the generation that makes this reservation different from any other of it."""
 
     slot: int
@@ -92,6 +90,7 @@ class MemoryArena:
         self.slots = backing.slots
         self.generations: npt.NDArray[np.int64] = np.zeros(self.slots, np.int64)
         self.epoch = 0
+        self._generation = [0] * self.slots
         self._states = [SlotState.FREE] * self.slots
         self._owners: list[Hashable | None] = [None] * self.slots
         self._holders = [0] * self.slots
@@ -117,10 +116,8 @@ class MemoryArena:
             slot = self._free.pop()
             self._move(slot, SlotState.RESERVED)
             self._owners[slot] = owner
-            self.generations[slot] += 1
-            self.epoch += 1
             self.peak_slots = max(self.peak_slots, self.slots - len(self._free))
-            return Grant(slot, int(self.generations[slot]))
+            return Grant(slot, self._advance(slot))
 
     def publish(self, grant: Grant, owner: Hashable) -> None:
         """Make a filled slot readable. Errors: `StateError` if the slot has another owner or generation by now."""
@@ -144,7 +141,7 @@ class MemoryArena:
         """Acknowledge the end of a `hold`; frees a retired slot with its last holder."""
         with self._lock:
             slot = grant.slot
-            if self.generations[slot] != grant.generation or not self._holders[slot]:
+            if self._generation[slot] != grant.generation or not self._holders[slot]:
                 raise StateError(Reason.NOT_COMMITTED, f"slot {slot} is not held in generation {grant.generation}")
             self._holders[slot] -= 1
             if self._states[slot] is SlotState.RETIRED and not self._holders[slot]:
@@ -154,7 +151,7 @@ class MemoryArena:
         """Give the slot up; it is free at once, or after its last holder has let go. Errors: `StateError` if stale."""
         with self._lock:
             slot = grant.slot
-            if self.generations[slot] != grant.generation or self._states[slot] is SlotState.FREE:
+            if self._generation[slot] != grant.generation or self._states[slot] is SlotState.FREE:
                 raise StateError(
                     Reason.NOT_COMMITTED, f"slot {slot} was released before, in generation {grant.generation}"
                 )
@@ -173,9 +170,9 @@ class MemoryArena:
 
     def _check(self, grant: Grant, owner: Hashable) -> None:
         slot = grant.slot
-        if self.generations[slot] != grant.generation:
+        if self._generation[slot] != grant.generation:
             raise StateError(
-                Reason.NOT_COMMITTED, f"slot {slot} is in generation {self.generations[slot]}, not {grant.generation}"
+                Reason.NOT_COMMITTED, f"slot {slot} is in generation {self._generation[slot]}, not {grant.generation}"
             )
         if self._states[slot] is SlotState.FREE or self._owners[slot] != owner:
             raise StateError(Reason.NOT_COMMITTED, f"slot {slot} does not belong to {owner!r}")
@@ -187,6 +184,11 @@ class MemoryArena:
         self._move(slot, SlotState.FREE)
         self._owners[slot] = None
         # The generation moves on release as well, so that a table entry of the old owner never looks current.
-        self.generations[slot] += 1
-        self.epoch += 1
+        self._advance(slot)
         self._free.append(slot)
+
+    def _advance(self, slot: int) -> int:
+        generation = self._generation[slot] + 1
+        self._generation[slot] = self.generations[slot] = generation
+        self.epoch += 1
+        return generation
