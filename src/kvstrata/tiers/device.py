@@ -65,13 +65,13 @@ class CudaBacking:
         return self._tensors[slot]
 
     def readable(self, slot: int) -> memoryview:
-        return memoryview(self._tensors[slot].cpu().numpy())
+        return self._tensors[slot].cpu().numpy().data
 
     def writable(self, slot: int) -> memoryview:
         staging = torch.empty(self._tensors[slot].numel(), dtype=torch.uint8, pin_memory=True)
         with self._lock:
             self._staging[slot] = staging
-        return memoryview(staging.numpy())
+        return staging.numpy().data
 
     def flush(self, slot: int) -> None:
         with self._lock:

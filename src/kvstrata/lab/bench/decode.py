@@ -63,7 +63,10 @@ def _one_length(model: object, dtype: str, length: int, rounds: int) -> list[Ben
                 stock_forward(memory.model, token, caches[name])
                 return (time.perf_counter() - start) * 1e3
 
-        samplers = {"kvstrata": ours, **{name: partial(stock, name) for name in STOCK_ATTENTION}}
+        samplers: dict[str, Callable[[], float]] = {
+            "kvstrata": ours,
+            **{name: partial(stock, name) for name in STOCK_ATTENTION},
+        }
         samples = interleaved(samplers, rounds)
     medians = {name: statistics.median(values) for name, values in samples.items()}
     best = min(STOCK_ATTENTION, key=lambda name: medians[name])

@@ -61,7 +61,10 @@ def _one(model: Any, dtype: str, ids: torch.Tensor, rounds: int) -> BenchRow:
                 stock_forward(model, part, cache)
             return time.perf_counter() - start
 
-    samplers = {"kvstrata": ours, **{name: partial(stock, name) for name in STOCK_ATTENTION}}
+    samplers: dict[str, Callable[[], float]] = {
+        "kvstrata": ours,
+        **{name: partial(stock, name) for name in STOCK_ATTENTION},
+    }
     with torch.inference_mode():
         model(input_ids=ids[:, :_CHUNK], logits_to_keep=1)
         samples = interleaved(samplers, rounds, warm_up=0)
