@@ -57,7 +57,7 @@ demo: setup ## Run the demonstration into demo-out/ (DEMO_ARGS=...)
 	$(BIN)/kvstrata demo --out demo-out $(DEMO_ARGS)
 
 test: setup ## Run the default tests (TEST_ARGS=...)
-	$(BIN)/python -c "$$PREPARE"
+	TQDM_DISABLE=1 $(BIN)/python -c "$$PREPARE"
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: setup ## ruff, mypy, import-linter

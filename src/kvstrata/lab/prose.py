@@ -19,16 +19,26 @@ __all__ = ["ReadingTask", "Tokenizer", "paragraphs", "prose", "reading_task"]
 
 _EMPHASIS = re.compile(r"(?<!\*)\*{1,2}([^\s*][^*]*)\*{1,2}(?!\*)")
 _FEWEST_WORDS = 9
+_BREAK = "\n\n"
 
+# Names to copy: what a model of a hundred million parameters can still answer over thousands of tokens.
 _FACTS = (
-    ("The harbour master of Veldmoor is Ottilie Brandt.", "Who is the harbour master of Veldmoor?", "Ottilie Brandt"),
     (
-        "The secret ingredient of Larch Inn soup is saffron.",
-        "What is the secret ingredient of Larch Inn soup?",
-        "saffron",
+        "The lighthouse keeper of Tarn Island is Magnus Oyelaran.",
+        "Who is the lighthouse keeper of Tarn Island?",
+        "Magnus Oyelaran",
     ),
-    ("The night train to Kesselburg leaves at 23:17.", "When does the night train to Kesselburg leave?", "23:17"),
-    ("The lighthouse on Tarn Island is painted purple.", "What colour is the lighthouse on Tarn Island?", "purple"),
+    (
+        "The head cook of the Larch Inn is Beatrix Holloway.",
+        "Who is the head cook of the Larch Inn?",
+        "Beatrix Holloway",
+    ),
+    (
+        "The conductor of the Kesselburg night train is Anton Varga.",
+        "Who is the conductor of the Kesselburg night train?",
+        "Anton Varga",
+    ),
+    ("The harbour master of Veldmoor is Ottilie Brandt.", "Who is the harbour master of Veldmoor?", "Ottilie Brandt"),
 )
 
 
@@ -95,10 +105,11 @@ def prose(tokens: int, tokenizer: Tokenizer, *, start: int = 0) -> list[int]:
     )
 
 
-def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.5, seed: int = 0) -> ReadingTask:
+def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.9, seed: int = 0) -> ReadingTask:
     """A prompt of exactly `tokens` tokens: a document, a fact planted in it, and a question about the fact.
 
-    depth: where the fact lies, 0 (first) to 1 (last). seed: chooses the fact and where the document begins.
+    depth: where the fact lies, 0 (first) to 1 (last); small models lose what lies far back.
+    seed: chooses the fact and where the document begins.
     Errors: ConfigurationError when the question and the fact alone need more than `tokens`, or there is not that much
     prose.
     """
@@ -108,7 +119,7 @@ def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.5
     fact, question, answer = source.choice(_FACTS)
     available = paragraphs()
     first = source.randrange(len(available))
-    words = " \n\n ".join(available[first:] + available[:first]).split(" ")
+    words = f" {_BREAK} ".join(available[first:] + available[:first]).split(" ")
 
     def prompt(chosen: list[str]) -> tuple[list[int], str]:
         text = _prompt_text(tokenizer, _planted(chosen, fact, depth), question)
@@ -128,23 +139,26 @@ def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.5
         else:
             high = middle
     chosen = words[:low]
+    while chosen and chosen[-1] == _BREAK:
+        chosen.pop()
+    ids, text = prompt(chosen)
     # The next word may be longer than the gap: words that fit close it, one at a time.
-    for word in words[low:] + words[:low]:
-        ids, text = prompt(chosen)
+    for word in (word for word in words[low:] + words[:low] if word != _BREAK):
         if len(ids) == tokens:
             return ReadingTask(ids, question, answer, text)
-        if len(prompt([*chosen, word])[0]) <= tokens:
+        longer = prompt([*chosen, word])
+        if len(longer[0]) <= tokens:
             chosen.append(word)
+            ids, text = longer
     raise ConfigurationError(
         Reason.INVALID_ARGUMENT, f"tokens is {tokens}: no prompt has exactly so many", "use another"
     )
 
 
 def _planted(words: list[str], fact: str, depth: float) -> str:
-    text = " ".join(words).replace(" \n\n ", "\n\n")
-    parts = text.split("\n\n")
+    parts = " ".join(words).split(f" {_BREAK} ")
     place = round(depth * len(parts))
-    return "\n\n".join([*parts[:place], fact, *parts[place:]]).strip()
+    return _BREAK.join([*parts[:place], fact, *parts[place:]]).strip()
 
 
 def _prompt_text(tokenizer: Tokenizer, document: str, question: str) -> str:
