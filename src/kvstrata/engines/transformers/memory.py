@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -95,23 +96,25 @@ class Memory:
                 Reason.ALREADY_ATTACHED, "the model's forward is replaced already", "leave the other `with` block first"
             )
         original = self.model.forward
+        function = original.__func__
         accepted = inspect.signature(original).parameters
         self.quiet_kwargs = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         names = list(accepted)
 
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs.update(zip(names, args, strict=False))
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, RequestCache):
-                return original(**kwargs)
-            self._require_own(cache.request)
+                return function(model, **kwargs)
+            self._require_own(cache.request, model)
             return cache.request.forward(original, kwargs.pop("input_ids", None), kwargs)
 
         attention.register(self._name)
         self._original = original
         self._implementation = self.model.config._attn_implementation
-        self.model.forward = forward
+        # A bound method, so that a deep copy of the model gets one of its own and not a way to this model.
+        self.model.forward = types.MethodType(forward, self.model)
         self._promoter = Promoter(
             self.directory, self.store.tier, self.layout, self._readers, self._clock, self._read_timeout_s
         )
@@ -320,11 +323,11 @@ class Memory:
             other.plan.yield_memory()
         return bool(others)
 
-    def _require_own(self, request: Request) -> Request:
-        if request.memory is not self:
+    def _require_own(self, request: Request, model: Any = None) -> Request:
+        if request.memory is not self or (model is not None and model is not self.model):
             raise StateError(
                 Reason.OPERATION_UNSUPPORTED,
-                "the request belongs to another memory",
+                "the request belongs to another memory, or to another model than this one",
                 "pass a request of the memory that the model is attached to",
             )
         request._require_open()
