@@ -17,7 +17,8 @@ from kvstrata.sessions import SessionStore
 from kvstrata.store import Store
 
 LAYERS = 3
-LENGTH = 2 * CHUNK + 20
+LENGTH = 5 * CHUNK + 50
+NEW = 30
 
 
 @pytest.mark.parametrize("call", ["pwritev", "allocate", "link"])
@@ -25,7 +26,7 @@ def test_generation_goes_on_while_memory_lasts(tiny_llama: Callable[..., Any], t
     """Six chunks fit the memory; the step that needs a seventh is refused, and works once there is room again."""
     model, ids, files = tiny_llama(layers=LAYERS), prompt(LENGTH), FaultyFiles()
     with attach(model, tmp_path / "undisturbed") as memory:
-        expected = generate(model, ids, 300, memory.generate_kwargs())
+        expected = generate(model, ids, NEW, memory.generate_kwargs())
     with (
         Store(tmp_path / "store", files=files) as store,
         attach(model, store, budget=budget_of(model, 6 * LAYERS)) as memory,
@@ -33,7 +34,7 @@ def test_generation_goes_on_while_memory_lasts(tiny_llama: Callable[..., Any], t
         files.named[call] = errno.ENOSPC
         request = memory.request()
         with pytest.raises(StoreError) as refusal:
-            generate(model, ids, 300, request.generate_kwargs())
+            generate(model, ids, NEW, request.generate_kwargs())
         assert refusal.value.reason is Reason.STORE_FULL
         assert request.frontier == 6 * CHUNK
         assert request.token_ids == expected.sequences[0, : 6 * CHUNK].tolist()
@@ -44,9 +45,9 @@ def test_generation_goes_on_while_memory_lasts(tiny_llama: Callable[..., Any], t
         assert SessionStore(store).list() == []
         files.named.clear()
         head = expected.sequences[:, : 6 * CHUNK + 1]
-        ours = generate(model, head, LENGTH + 300 - head.shape[1], request.generate_kwargs())
+        ours = generate(model, head, LENGTH + NEW - head.shape[1], request.generate_kwargs())
         assert torch.equal(logits(ours), logits(expected)[6 * CHUNK + 1 - LENGTH :])
-        assert memory.save("talk").frontier == LENGTH + 299
+        assert memory.save("talk").frontier == LENGTH + NEW - 1
         assert all(verdict.sound for verdict in store.verify())
 
 
@@ -63,7 +64,7 @@ def test_a_cap_is_a_full_disk(tiny_llama: Callable[..., Any], tmp_path: Path) ->
 
 def test_a_disk_that_fails_to_read_is_not_a_damaged_chunk(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     """Nothing is recomputed or thrown away: the step is refused, and works when the disk does."""
-    model, ids, files = tiny_llama(layers=LAYERS), prompt(LENGTH + 4 * CHUNK), FaultyFiles()
+    model, ids, files = tiny_llama(layers=LAYERS), prompt(LENGTH), FaultyFiles()
     with attach(model, tmp_path / "undisturbed") as memory:
         expected = generate(model, ids, 4, memory.generate_kwargs())
     with (

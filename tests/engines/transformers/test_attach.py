@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import threading
 import weakref
@@ -110,6 +111,19 @@ def test_two_models_at_once(tiny_llama: Callable[..., Any], tmp_path: Path) -> N
         other.save("other")
     for model, output in zip((first, second), ours, strict=True):
         assert output.sequences.tolist() == stock(model, ids, 4).sequences.tolist()
+
+
+def test_a_copy_made_inside_the_block_is_its_own_model(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    model, ids = tiny_llama(), prompt(20)
+    with attach(model, tmp_path / "store") as memory:
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.lm_head.weight.zero_()
+            assert not twin(ids).logits.any()
+            assert model(ids).logits.any()
+        with pytest.raises(StateError) as refusal:
+            twin(ids, past_key_values=memory.request().cache)
+        assert refusal.value.reason is Reason.OPERATION_UNSUPPORTED
 
 
 def test_a_store_of_the_caller_stays_open(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
