@@ -8,9 +8,11 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import kvstrata
+
 __all__ = ["describe_machine"]
 
-_PACKAGES = ("kvstrata", "torch", "transformers", "numpy")
+_PACKAGES = ("torch", "transformers", "numpy")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -21,7 +23,7 @@ def describe_machine() -> dict[str, Any]:
         "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {"kvstrata": kvstrata.__version__} | {name: _version(name) for name in _PACKAGES},
     }
 
 
