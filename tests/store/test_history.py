@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 from chunks_and_faults import LAYERS, make_context
 from directory_parts import SIZE, extend, make_directory, make_history, make_ids
@@ -116,3 +121,37 @@ def test_histories_do_not_take_each_others_tail() -> None:
     first.close()
     assert directory.arena.used_slots == LAYERS
     directory.arena.hold(second.tail[0].grants[0], second.tail[0].owner)
+
+
+@pytest.mark.parametrize("line", range(1, 200, 3))
+def test_an_interrupted_commit_is_finished_by_the_next_settle(line: int) -> None:
+    """Ctrl-C may come before any line of `commit`, `settle` and what they call."""
+    directory = make_directory(slots=30)
+    history, ids = History(directory, make_context()), make_ids(SIZE + 1)
+    history.extend_tail(SIZE + 1)
+    passed = 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal passed
+        if event == "line" and frame.f_code.co_filename.endswith(("history.py", "directory.py")):
+            passed += 1
+            if passed == line:
+                raise KeyboardInterrupt
+        return interrupt
+
+    sys.settrace(interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            history.commit(SIZE + 1, ids)
+    finally:
+        sys.settrace(None)
+    history.settle()
+    if history.frontier == 0:
+        assert history.token_ids == []
+        history.commit(SIZE + 1, ids)
+    assert (history.frontier, history.token_ids) == (SIZE + 1, ids)
+    assert [list(record.identity.token_ids) for record in history.chunks] == [ids[:SIZE]]
+    assert history.chunks[0].resident == LAYERS
+    assert directory.arena.used_slots == 2 * LAYERS
+    history.close()
+    assert directory.arena.used_slots == 0

@@ -124,8 +124,7 @@ def test_one_damaged_segment_publishes_none(
 def test_a_disk_error_is_no_damage(promoter: Promoter, directory: Directory, files: Files) -> None:
     """The bytes may be good: the chunk stays a hit, and the next attempt gets it."""
     record = records(directory)[0]
-    promoter.files.check_out(record.digest)
-    promoter.files.check_in(record.digest)
+    promoter.files.check_in(promoter.files.check_out(record.digest))
     files.failure = errno.EIO
     with pytest.raises(StoreError) as failure:
         promoter.start(promoter.reserve([(record, 0)]) or []).finish()
@@ -214,14 +213,13 @@ def test_open_files_are_bounded_and_never_closed_under_a_reader(tier: FileTier) 
     chunks = OpenChunks(tier, limit=1)
     opened = [chunks.check_out(chunk.digest) for chunk in CHUNKS]
     target = memoryview(bytearray(LAYOUT.segment_bytes))
-    chunks.forget(CHUNKS[0].digest)
     for file, chunk in zip(opened, CHUNKS, strict=True):
         file.read_into(1, [target])
         assert bytes(target) == chunk.payload(1)
     assert chunks.check_out(CHUNKS[0].digest) is opened[0]
-    chunks.check_in(CHUNKS[0].digest)
-    for chunk in CHUNKS:
-        chunks.check_in(chunk.digest)
+    chunks.check_in(opened[0])
+    for file in opened:
+        chunks.check_in(file)
     with pytest.raises(StateError):
         opened[1].read_into(0, [target])
     chunks.close()
@@ -233,7 +231,23 @@ def test_open_files_are_bounded_and_never_closed_under_a_reader(tier: FileTier) 
 def test_a_forgotten_file_is_opened_anew(tier: FileTier) -> None:
     chunks = OpenChunks(tier)
     first = chunks.check_out(CHUNKS[0].digest)
-    chunks.check_in(CHUNKS[0].digest)
+    chunks.check_in(first)
     chunks.forget(CHUNKS[0].digest)
     assert chunks.check_out(CHUNKS[0].digest) is not first
+    chunks.close()
+
+
+def test_a_forgotten_file_is_not_handed_out_and_its_reader_closes_it(tier: FileTier) -> None:
+    chunks = OpenChunks(tier)
+    first = chunks.check_out(CHUNKS[0].digest)
+    chunks.forget(CHUNKS[0].digest)
+    target = memoryview(bytearray(LAYOUT.segment_bytes))
+    first.read_into(0, [target])
+    second = chunks.check_out(CHUNKS[0].digest)
+    assert second is not first
+    chunks.check_in(first)
+    with pytest.raises(StateError):
+        first.read_into(0, [target])
+    second.read_into(0, [target])
+    chunks.check_in(second)
     chunks.close()

@@ -45,6 +45,7 @@ def save_session(
     store.require_writable()
     sessions = SessionStore(store)
     check_name(name)
+    history.settle()
     if not history.frontier:
         raise StateError(Reason.NOT_COMMITTED, "there are no committed rows to save", "run a forward step first")
     if not history.named or publisher is None:

@@ -72,6 +72,18 @@ class Directory:
     def acquire(self, identity: ChunkIdentity, *, on_file: bool = False) -> ChunkRecord:
         """The chunk's record, made if there is none; counts one more user. on_file: a validated file replica exists.
 
+        Errors: as `record`.
+        """
+        with self._lock:
+            record = self.record(identity)
+            if on_file and record.file in (FileReplicaState.ABSENT, FileReplicaState.REVOKED):
+                self.mark(record, FileReplicaState.PUBLISHED)
+            record.users += 1
+            return record
+
+    def record(self, identity: ChunkIdentity) -> ChunkRecord:
+        """The chunk's record, made if there is none, without counting a user.
+
         Errors: `StateError` when the record found under that digest is another chunk's.
         """
         with self._lock:
@@ -82,9 +94,6 @@ class Directory:
                 raise StateError(
                     Reason.TOKENS_DIFFER, f"two chunks have the name {identity.digest.hex()}; their rows are kept apart"
                 )
-            if on_file and record.file in (FileReplicaState.ABSENT, FileReplicaState.REVOKED):
-                self.mark(record, FileReplicaState.PUBLISHED)
-            record.users += 1
             return record
 
     def drop(self, record: ChunkRecord) -> None:
@@ -112,12 +121,17 @@ class Directory:
             self.generation += 1
 
     def adopt(self, record: ChunkRecord, layer: int, grant: Grant, tail_owner: Hashable) -> None:
-        """Turn the open tail's slot into the sealed chunk's memory replica, or free it if there is one already."""
+        """Turn the open tail's slot into the sealed chunk's memory replica, or free it if there is one already.
+
+        May be repeated after an interruption, whatever was done by then.
+        """
         with self._lock:
             if record.grants[layer] is not None:
-                self.arena.release(grant)
+                if record.grants[layer] != grant and self.arena.belongs(grant, tail_owner):
+                    self.arena.release(grant)
                 return
-            self.arena.rename(grant, tail_owner, (record.digest, layer))
+            if self.arena.belongs(grant, tail_owner):
+                self.arena.rename(grant, tail_owner, (record.digest, layer))
             record.grants[layer] = grant
             self.generation += 1
 

@@ -45,6 +45,7 @@ class History:
         self.chunks: list[ChunkRecord] = []
         self.tail: list[TailChunk] = []
         self.version = 0
+        self._sealing: ChunkRecord | None = None
         self._number = next(_numbers)
 
     @property
@@ -80,15 +81,21 @@ class History:
         """Move the frontier over `rows` rows that all layers have written; return the chunks sealed by that."""
         if self.tail_chunks_for(rows) > len(self.tail):
             raise StateError(Reason.NOT_COMMITTED, f"{rows} rows were committed without slots for them")
-        self.frontier += rows
         if token_ids is None:
             self.named = False
-        if not self.named or token_ids is None:
+        if self.named and token_ids is not None:
+            self.token_ids.extend(token_ids)
+        # Ids first: an interruption between the two leaves rows uncommitted, and the surplus ids are cut by `settle`.
+        self.frontier += rows
+        return self.settle()
+
+    def settle(self) -> list[ChunkRecord]:
+        """Seal what is full. Finishes what an interruption left half done; nothing to do otherwise."""
+        if not self.named:
             return []
-        self.token_ids.extend(token_ids)
+        del self.token_ids[self.frontier :]
         sealed = []
-        size = self.context.chunk_tokens
-        while self.frontier - self.sealed >= size:
+        while self.frontier - self.sealed >= self.context.chunk_tokens:
             sealed.append(self._seal())
         return sealed
 
@@ -144,11 +151,14 @@ class History:
 
     def _seal(self) -> ChunkRecord:
         start = self.sealed
-        record = self.directory.acquire(self._identity(start, start + self.context.chunk_tokens))
-        open_chunk = self.tail.pop(0)
+        record, open_chunk = self._sealing, self.tail[0]
+        if record is None:
+            record = self.directory.record(self._identity(start, start + self.context.chunk_tokens))
+            self._sealing, record.users = record, record.users + 1
         for layer, grant in enumerate(open_chunk.grants):
             self.directory.adopt(record, layer, grant, open_chunk.owner)
-        self.chunks.append(record)
+        # Signals are not served between these stores: before them the seal can be repeated, after them it is done.
+        self.chunks, self.tail, self._sealing = [*self.chunks, record], self.tail[1:], None
         self.version += 1
         return record
 

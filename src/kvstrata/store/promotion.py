@@ -31,7 +31,7 @@ class OpenChunks:
         self._tier = tier
         self._limit = limit
         self._files: OrderedDict[bytes, ChunkFile] = OrderedDict()
-        self._readers: dict[bytes, int] = {}
+        self._readers: dict[ChunkFile, int] = {}
         self._lock = threading.Lock()
 
     def check_out(self, chunk: bytes) -> ChunkFile:
@@ -41,32 +41,34 @@ class OpenChunks:
             if file is None:
                 file = self._files[chunk] = self._tier.open(chunk)
             self._files.move_to_end(chunk)
-            self._readers[chunk] = self._readers.get(chunk, 0) + 1
+            self._readers[file] = self._readers.get(file, 0) + 1
             return file
 
-    def check_in(self, chunk: bytes) -> None:
+    def check_in(self, file: ChunkFile) -> None:
         """End of one reader's use."""
         with self._lock:
-            self._readers[chunk] -= 1
-            idle = [name for name in self._files if not self._readers.get(name)]
-            for name in idle[: max(0, len(self._files) - self._limit)]:
-                self._close(name)
+            self._readers[file] -= 1
+            if not self._readers[file]:
+                del self._readers[file]
+                if file not in self._files.values():
+                    file.close()
+            excess = len(self._files) - self._limit
+            for name in [name for name, each in self._files.items() if each not in self._readers][: max(0, excess)]:
+                self._files.pop(name).close()
 
     def forget(self, chunk: bytes) -> None:
-        """Close the file if nobody reads it: its bytes were revoked or are no longer needed."""
+        """Never hand this file out again: its bytes were revoked. Whoever reads it now closes it."""
         with self._lock:
-            if chunk in self._files and not self._readers.get(chunk):
-                self._close(chunk)
+            file = self._files.pop(chunk, None)
+            if file is not None and file not in self._readers:
+                file.close()
 
     def close(self) -> None:
         """Close everything."""
         with self._lock:
-            for name in list(self._files):
-                self._close(name)
-
-    def _close(self, chunk: bytes) -> None:
-        self._files.pop(chunk).close()
-        self._readers.pop(chunk, None)
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ class Promoter:
                     nbytes += file.read_into(item.layer, buffers)
                     backing.flush(slot)
                 finally:
-                    self.files.check_in(identity.digest)
+                    self.files.check_in(file)
             except StoreError as error:
                 return _PartResult(nbytes, self._clock() - start, error)
         return _PartResult(nbytes, self._clock() - start, None)

@@ -131,6 +131,11 @@ class MemoryArena:
             self._check(grant, owner)
             self._owners[grant.slot] = new_owner
 
+    def belongs(self, grant: Grant, owner: Hashable) -> bool:
+        """Whether the reservation still stands and is `owner`'s."""
+        with self._lock:
+            return self._generation[grant.slot] == grant.generation and self._owners[grant.slot] == owner
+
     def hold(self, grant: Grant, owner: Hashable) -> None:
         """Keep the slot's bytes in place until `let_go`, whatever its owner does. Errors: as `publish`."""
         with self._lock:

@@ -170,6 +170,8 @@ class Request:
 
     def _run(self, inner: Forward, named: dict[str, Any], ids: list[int] | None, kwargs: dict[str, Any]) -> Any:
         rows = next(iter(named.values())).shape[1]
+        for record in self.history.settle():
+            self.memory.publish(record)
         while True:
             try:
                 self.memory.activate(self, rows)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvstrata.kernels.native import describe
 from kvstrata.lab.machine import describe_machine
 
 __all__ = ["BenchReport", "BenchRow", "Interval", "environment", "interleaved", "median_interval"]
@@ -89,6 +88,8 @@ def median_interval(samples: Sequence[float], *, seed: int = 0, rounds: int = 20
 
 def environment(threads: int, **more: object) -> dict[str, Any]:
     """The machine, the versions and the settings a figure depends on."""
+    from kvstrata.kernels.native import describe
+
     return {**describe_machine(), "threads": threads, "kernels": asdict(describe()), **more}
 
 
