@@ -60,7 +60,7 @@ def test_impossible_length_of_prose_is_refused(tokens: int) -> None:
         prose(tokens, Words())
 
 
-@pytest.mark.parametrize("tokens", [128, 1024, 6144, 8191])
+@pytest.mark.parametrize("tokens", [128, 1024, 2400, 6144, 8191])
 def test_task_has_exactly_the_tokens_of_its_text(tokenizer: Any, tokens: int) -> None:
     task = reading_task(tokenizer, tokens)
     assert len(task.prompt_ids) == tokens
