@@ -18,9 +18,10 @@ from kvstrata.errors import ConfigurationError, Reason
 __all__ = ["ReadingTask", "Tokenizer", "paragraphs", "prose", "reading_task"]
 
 _EMPHASIS = re.compile(r"(?<!\*)\*{1,2}([^\s*][^*]*)\*{1,2}(?!\*)")
-_CLOSING_WORDS = 64
+_CLOSING_WORDS = 256
 _FEWEST_WORDS = 9
 _BREAK = "\n\n"
+_STOPS = (".", ":")
 
 # Names to copy: what a model of a hundred million parameters can still answer over thousands of tokens.
 _FACTS = (
@@ -82,7 +83,7 @@ def paragraphs() -> tuple[str, ...]:
     for name in sorted(topics):
         for block in re.split(r"\n\s*\n", topics[name]):
             text = _EMPHASIS.sub(r"\1", " ".join(block.replace("-\n", "-").split()))
-            sentence = text[:1].isalpha() and text.endswith((".", ":")) and "::=" not in text
+            sentence = text[:1].isalpha() and text.endswith(_STOPS) and "::=" not in text
             if sentence and len(text.split()) >= _FEWEST_WORDS:
                 kept.setdefault(text)
     return tuple(kept)
@@ -107,9 +108,7 @@ def prose(tokens: int, tokenizer: Tokenizer, *, start: int = 0) -> list[int]:
 
 
 def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.9, seed: int = 0) -> ReadingTask:
-    """A prompt of `tokens` tokens: a document, a fact planted in it, and a question about the fact.
-
-    It is a few tokens shorter where no word closes the gap.
+    """A prompt of exactly `tokens` tokens: a document, a fact planted in it, and a question about the fact.
 
     depth: where the fact lies, 0 (first) to 1 (last); small models lose what lies far back.
     seed: chooses the fact and where the document begins.
@@ -142,18 +141,22 @@ def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.9
         else:
             high = middle
     chosen = words[:low]
-    while chosen and chosen[-1] == _BREAK:
+    # Not at the end of a paragraph: there a further word also splits the token of the stop and the empty line.
+    while chosen and (chosen[-1] == _BREAK or chosen[-1].endswith(_STOPS)):
         chosen.pop()
     ids, text = prompt(chosen)
-    # The next word may be longer than the gap: one of a few others often closes it.
-    for word in islice((word for word in words[low:] + words[:low] if word != _BREAK), _CLOSING_WORDS):
+    # The next word may be longer than the gap: one of a few others closes it.
+    inner = (word for word in words[low:] + words[:low] if word != _BREAK and not word.endswith(_STOPS))
+    for word in islice(inner, _CLOSING_WORDS):
         if len(ids) == tokens:
-            break
+            return ReadingTask(ids, question, answer, text)
         longer = prompt([*chosen, word])
         if len(longer[0]) <= tokens:
             chosen.append(word)
             ids, text = longer
-    return ReadingTask(ids, question, answer, text)
+    raise ConfigurationError(
+        Reason.INVALID_ARGUMENT, f"tokens is {tokens}: no prompt has exactly so many", "use another"
+    )
 
 
 def _planted(words: list[str], fact: str, depth: float) -> str:
