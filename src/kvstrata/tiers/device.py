@@ -5,6 +5,7 @@ The only file of this floor that imports PyTorch.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import torch
 from kvstrata.errors import Reason, UnsupportedError
 from kvstrata.tiers.memory import Backing, HostBacking
 
-__all__ = ["CudaBacking", "HostTensorBacking", "TensorBacking", "open_backing"]
+__all__ = ["CudaBacking", "HostTensorBacking", "TensorBacking", "device_memory", "open_backing"]
 
 
 class TensorBacking(Backing, Protocol):
@@ -92,3 +93,10 @@ def open_backing(slot_bytes: int, slots: int, device: torch.device) -> TensorBac
     if device.type == "cuda":
         return CudaBacking(slot_bytes, slots, device)
     raise UnsupportedError(Reason.MODEL_UNSUPPORTED, f"device {device} is not served", "move the model to CPU or CUDA")
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that `device` has in all, used or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -200,3 +200,14 @@ def test_amounts_that_are_none(text: Any) -> None:
         parse_bytes(text, "max")
     assert refusal.value.reason is Reason.INVALID_ARGUMENT
     assert f"max={text!r}" in refusal.value.cause
+
+
+@pytest.mark.parametrize("budget", ["99999999999999999GiB", "9" * 30, 10**24])
+def test_a_budget_beyond_the_machine_is_refused_at_once(
+    tiny_llama: Callable[..., Any], tmp_path: Path, budget: int | str
+) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        kvstrata.attach(tiny_llama("float32"), tmp_path / "store", budget=budget, model_id="tiny")
+    assert refusal.value.reason is Reason.INVALID_ARGUMENT
+    assert "budget=" in str(refusal.value)
+    assert not (tmp_path / "store").exists()

@@ -17,11 +17,12 @@ from kvstrata.errors import BudgetError, ConfigurationError, Reason
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace, prefill_workspace_bytes
 from kvstrata.store.store import Store
+from kvstrata.tiers.device import device_memory
 
 __all__ = ["attach", "parse_bytes"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_AMOUNT = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*")
 
 
 def attach(
@@ -45,7 +46,7 @@ def attach(
     - model: a Transformers model, or what `load_model` returned.
     - store: an open `Store`, or a directory that is opened (and made if it is not there) for the block.
     - budget: bytes of fast memory for arena, staging and workspace, as a number or like `"64MiB"`; `None` takes what
-      the model's whole context needs.
+      the model's whole context needs, at most half of the device's memory.
     - model_id: the caller's own name for the weights; without it a digest of the artefact, or of the live weights.
     - adapters: names of the adapters that are loaded, in order.
     - tenant, salt: nothing is shared across either.
@@ -73,7 +74,8 @@ def attach(
     prefill_chunk = min(prefill_chunk, limit)
     workspace = prefill_workspace_bytes(layout, prefill_chunk)
     stride = -(-layout.segment_bytes // 4096) * 4096
-    slots, total = _slots(layout, context.abi.layers, limit, prefill_chunk, stride, workspace, budget)
+    capacity = device_memory(module.device)
+    slots, total = _slots(layout, context.abi.layers, limit, prefill_chunk, stride, workspace, budget, capacity)
     owns = not isinstance(store, Store)
     # The store comes last: what fails before it leaves no lock behind.
     kernel = DecodeAttention(layout, threads=threads, level=kernel_level)
@@ -112,14 +114,27 @@ def parse_bytes(value: int | str, field: str = "budget") -> int:
 
 
 def _slots(
-    layout: SegmentLayout, layers: int, limit: int, rows: int, stride: int, workspace: int, budget: int | str | None
+    layout: SegmentLayout,
+    layers: int,
+    limit: int,
+    rows: int,
+    stride: int,
+    workspace: int,
+    budget: int | str | None,
+    capacity: int,
 ) -> tuple[int, int]:
-    """(slots, budget in bytes). Without a budget: the whole context, and the open tail of a prefill step."""
-    tail = -(-rows // layout.chunk_tokens) + 1
+    """(slots, budget in bytes). Without a budget: the whole context and the open tail, or half the device's memory."""
     if budget is None:
-        slots = (layout.segments(limit) + tail) * layers
-        return slots, slots * stride + workspace
-    total = parse_bytes(budget)
+        tail = -(-rows // layout.chunk_tokens) + 1
+        total = min((layout.segments(limit) + tail) * layers * stride + workspace, capacity // 2)
+    else:
+        total = parse_bytes(budget)
+    if total > capacity:
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT,
+            f"budget={budget!r} is more than the {capacity} bytes of memory that the device has",
+            "pass a budget that leaves room for the model",
+        )
     slots = (total - workspace) // stride
     least = required_slots(layers, 1, 1)
     if slots < least:
