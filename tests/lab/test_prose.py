@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigurationError
-from kvstrata.lab.prose import paragraphs, prose, reading_task
+from kvstrata.lab.prose import Tokenizer, paragraphs, prose, reading_task
 
 
 class Words:
@@ -26,6 +26,15 @@ class Words:
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
         raise ValueError("no template")
+
+
+class Letters(Words):
+    """One token for each character."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
+        from types import SimpleNamespace
+
+        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +78,17 @@ def test_task_has_exactly_the_tokens_of_its_text(tokenizer: Any, tokens: int) ->
     assert task.text.count(task.answer) == 1
 
 
-@settings(max_examples=20)
-@given(tokens=st.integers(60, 3000), depth=st.floats(0, 1), seed=st.integers(0, 1000))
-def test_task_without_a_template(tokens: int, depth: float, seed: int) -> None:
-    task = reading_task(Words(), tokens, depth=depth, seed=seed)
+@settings(max_examples=30)
+@given(
+    splitter=st.sampled_from([Words(), Letters()]),
+    tokens=st.integers(250, 3000),
+    depth=st.floats(0, 1),
+    seed=st.integers(0, 1000),
+)
+def test_task_without_a_template(splitter: Tokenizer, tokens: int, depth: float, seed: int) -> None:
+    task = reading_task(splitter, tokens, depth=depth, seed=seed)
     assert len(task.prompt_ids) == tokens
-    assert task == reading_task(Words(), tokens, depth=depth, seed=seed)
+    assert task == reading_task(splitter, tokens, depth=depth, seed=seed)
     assert task.text.count(task.answer) == 1
 
 

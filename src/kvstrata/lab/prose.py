@@ -145,15 +145,16 @@ def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.9
     while chosen and (chosen[-1] == _BREAK or chosen[-1].endswith(_STOPS)):
         chosen.pop()
     ids, text = prompt(chosen)
-    # The next word may be longer than the gap: one of a few others closes it.
-    inner = (word for word in words[low:] + words[:low] if word != _BREAK and not word.endswith(_STOPS))
+    # The next word may be longer than the gap: another closes it, or a letter does where words have many tokens.
+    inner = (word for word in words[low:] + words[:low] if word[:1].isalpha() and not word.endswith(_STOPS))
     for word in islice(inner, _CLOSING_WORDS):
-        if len(ids) == tokens:
-            return ReadingTask(ids, question, answer, text)
-        longer = prompt([*chosen, word])
-        if len(longer[0]) <= tokens:
-            chosen.append(word)
-            ids, text = longer
+        for longer in ([*chosen, word], [*chosen[:-1], "".join(chosen[-1:]) + word[0]]):
+            if len(ids) == tokens:
+                return ReadingTask(ids, question, answer, text)
+            longer_ids, longer_text = prompt(longer)
+            if len(ids) < len(longer_ids) <= tokens:
+                chosen, ids, text = longer, longer_ids, longer_text
+                break
     raise ConfigurationError(
         Reason.INVALID_ARGUMENT, f"tokens is {tokens}: no prompt has exactly so many", "use another"
     )
