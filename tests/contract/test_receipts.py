@@ -28,7 +28,7 @@ def test_a_ledger_in_json() -> None:
 
 
 def test_a_hit_has_no_reason() -> None:
-    hit = RestoreReceipt("talk", 1, 10, 9, 9, 0, 0.0)
+    hit = RestoreReceipt("talk", 1, 10, 9, 9, 0, 0, 0.0)
     assert hit.hit
     difference = FieldDifference("position.theta", "1.0", "2.0")
     miss = dataclasses.replace(hit, restored_tokens=0, reason=Reason.CONTEXT_DIFFERS, difference=difference)
@@ -37,7 +37,7 @@ def test_a_hit_has_no_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "receipt", [make_ledger(), RestoreReceipt("talk", 1, 10, 9, 9, 0, 0.0), StepReceipt(0, 1, 1, 0, 0, 0, 0.0, 0.0, 0)]
+    "receipt", [make_ledger(), RestoreReceipt("talk", 1, 10, 9, 9, 0, 0, 0.0), StepReceipt(0, 1, 1, 0, 0, 0, 0.0, 0.0, 0)]
 )
 def test_receipts_cannot_be_changed(receipt: object) -> None:
     name = dataclasses.fields(receipt)[0].name  # type: ignore[arg-type]

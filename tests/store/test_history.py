@@ -155,3 +155,37 @@ def test_an_interrupted_commit_is_finished_by_the_next_settle(line: int) -> None
     assert directory.arena.used_slots == 2 * LAYERS
     history.close()
     assert directory.arena.used_slots == 0
+
+
+def _interrupted_seal(history: History, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commit `ids` and end the sealing of the first chunk after one of its layers."""
+    adopt, calls = history.directory.adopt, []
+
+    def interrupt(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        adopt(*arguments)
+
+    history.extend_tail(len(ids))
+    with monkeypatch.context() as patch:
+        patch.setattr(history.directory, "adopt", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            history.commit(len(ids), ids)
+
+
+def test_other_rows_do_not_get_the_name_of_an_interrupted_seal(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(make_directory(), make_context())
+    _interrupted_seal(history, make_ids(SIZE + 1, seed=1), monkeypatch)
+    history.rewind(0)
+    extend(history, make_ids(SIZE, seed=2))
+    assert list(history.chunks[0].identity.token_ids) == make_ids(SIZE, seed=2)
+    assert len(history.directory) == 1
+
+
+def test_closing_after_an_interrupted_seal_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(make_directory(), make_context())
+    _interrupted_seal(history, make_ids(SIZE + 1), monkeypatch)
+    history.close()
+    assert len(history.directory) == 0
+    assert history.directory.arena.used_slots == 0

@@ -68,6 +68,10 @@ def _modules(arguments: Sequence[str]) -> list[str]:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit code. Mistakes of the user end in one message, never in a traceback."""
+    for name in ("stdout", "stderr"):
+        # `>&-` leaves no stream at all.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -60,6 +60,7 @@ class RestoreReceipt:
     """A restored session, whole, in part or not at all.
 
     stored_tokens: tokens of the snapshot. restored_tokens: rows that are usable now. wanted_tokens: rows asked for.
+    read_bytes: rows read now. metadata_bytes: headers and padding of the files taken over.
     reason: why fewer rows than wanted came back, or `None`; detail tells it in words; difference names the first field
     that differs when the snapshot belongs to another context.
     """
@@ -70,6 +71,7 @@ class RestoreReceipt:
     wanted_tokens: int
     restored_tokens: int
     read_bytes: int
+    metadata_bytes: int
     seconds: float
     reason: Reason | None = None
     detail: str = ""

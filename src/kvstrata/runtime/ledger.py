@@ -35,6 +35,7 @@ class LedgerBook:
         self._computed = 0
         self._lost = 0
         self._missed = 0
+        self._metadata = 0
         self._restored = 0
 
     def step(self, receipt: StepReceipt) -> None:
@@ -55,7 +56,9 @@ class LedgerBook:
 
     def restored(self, receipt: RestoreReceipt) -> None:
         """Count rows that came back, rows that should have and did not, and the time it took."""
-        self._missed += receipt.wanted_tokens - receipt.restored_tokens
+        if receipt.reason is not Reason.TOKENS_DIFFER:
+            self._missed += receipt.wanted_tokens - receipt.restored_tokens
+        self._metadata += receipt.metadata_bytes
         self._restored += receipt.restored_tokens
         self._load_s += receipt.seconds
 
@@ -104,7 +107,7 @@ class LedgerBook:
             file_bytes=len(published) * layers * segment,
             staging_bytes=staged_slots * self._stride,
             workspace_bytes=self._workspace,
-            metadata_bytes=totals.metadata_bytes,
+            metadata_bytes=totals.metadata_bytes + self._metadata,
             fragmented_bytes=tail_slots * segment - tail_rows * row + arena.used_slots * (self._stride - segment),
             duplicate_bytes=sum(record.resident for record in published) * segment,
             peak_over_logical=peak / logical if logical else 0.0,

@@ -111,7 +111,7 @@ def restore_session(
     wanted = len(stored) if token_ids is None else max(0, min(len(stored), len(token_ids) - 1))
     difference = first_difference(snapshot.context, history.context)
     reason: Reason | None = None
-    detail, read = "", 0
+    detail, read, metadata = "", 0, 0
     if difference is not None:
         reason, detail = Reason.CONTEXT_DIFFERS, str(difference)
     else:
@@ -120,7 +120,7 @@ def restore_session(
             reason = Reason.TOKENS_DIFFER
             detail = f"token {usable}: stored {stored[usable]}, wanted {token_ids[usable] if token_ids else '-'}"
         try:
-            read = _load(history, store, layout, snapshot, usable)
+            read, metadata = _load(history, store, layout, snapshot, usable)
         except (DamagedError, ConfigurationError) as error:
             reason, detail = error.reason, error.cause
             if isinstance(error, DamagedError) and error.chunk and not store.read_only:
@@ -133,6 +133,7 @@ def restore_session(
         wanted_tokens=wanted,
         restored_tokens=history.frontier,
         read_bytes=read,
+        metadata_bytes=metadata,
         seconds=clock() - start,
         reason=reason,
         detail=detail,
@@ -152,15 +153,20 @@ def _agreeing(stored: Sequence[int], token_ids: Sequence[int], limit: int) -> in
     return next(i for i in range(limit) if stored[i] != token_ids[i])
 
 
-def _load(history: History, store: Store, layout: SegmentLayout, snapshot: Snapshot, usable: int) -> int:
-    """Take `usable` rows over, stopping at the first chunk that cannot be used; returns the bytes read."""
-    size, parent = history.context.chunk_tokens, b""
+def _load(
+    history: History, store: Store, layout: SegmentLayout, snapshot: Snapshot, usable: int
+) -> tuple[int, int]:
+    """Take `usable` rows over, stopping at the first chunk that cannot be used.
+
+    Returns the bytes of rows read, and those of headers and padding in the files taken over."""
+    size, parent, metadata = history.context.chunk_tokens, b"", 0
     for index, digest in enumerate(snapshot.chunks):
         first = index * size
         if first >= usable:
             break
         identity = ChunkIdentity(history.context, parent, first, tuple(snapshot.token_ids[first : first + size]))
         with store.tier.open(digest) as file:
+            metadata += file.header.file_bytes - file.nbytes
             _require_same(file.identity, identity, history.context)
             if file.layout != layout or file.layers != history.directory.layers:
                 raise DamagedError(
@@ -183,10 +189,10 @@ def _load(history: History, store: Store, layout: SegmentLayout, snapshot: Snaps
                     read += file.read_into(layer, buffers)
                     backing.flush(grant.slot)
                 history.commit(rows, snapshot.token_ids[first : first + rows])
-                return read
+                return read, metadata
         history.append_stored(identity)
         parent = digest
-    return 0
+    return 0, metadata
 
 
 def _require_same(found: ChunkIdentity, expected: ChunkIdentity, context: ChunkContext) -> None:

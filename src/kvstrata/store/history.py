@@ -118,6 +118,8 @@ class History:
 
     def rewind(self, position: int) -> None:
         """Forget all rows from `position` on, a chunk boundary or a position in the open tail."""
+        # A seal that was interrupted would give its name to the rows that come instead.
+        self.settle()
         size = self.context.chunk_tokens
         if not 0 <= position <= self.frontier or (position < self.sealed and position % size):
             raise StateError(
@@ -137,6 +139,7 @@ class History:
 
     def close(self) -> None:
         """Give up all rows. Sealed chunks that others use stay."""
+        self.settle()
         for record in self.chunks:
             self.directory.drop(record)
         self.chunks.clear()

@@ -85,3 +85,5 @@ def test_prompts_and_settings_that_make_no_sense_are_refused(loaded: LoadedModel
             _continue(memory, request, loaded, FIRST, max_new_tokens=0)
     with pytest.raises(ConfigurationError, match="temperature is -1"):
         Sampling(-1.0)
+    with pytest.raises(ConfigurationError, match="seed is 18446744073709551616"):
+        Sampling(seed=2**64)

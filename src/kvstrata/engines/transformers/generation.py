@@ -31,6 +31,8 @@ class Sampling:
             raise ConfigurationError(
                 Reason.INVALID_ARGUMENT, f"temperature is {self.temperature}", "use 0 for greedy, or a positive number"
             )
+        if not -(2**63) <= self.seed < 2**64:
+            raise ConfigurationError(Reason.INVALID_ARGUMENT, f"seed is {self.seed}", "use a number of at most 64 bits")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def rewind_to_prefix(request: Request, token_ids: Sequence[int]) -> int:
 
     The last of `token_ids` is always left to compute. Returns the rows kept.
     """
+    request.history.settle()
     stored, history = request.token_ids, request.history
     limit = min(len(stored), len(token_ids) - 1)
     common = next((i for i in range(limit) if stored[i] != token_ids[i]), limit)

@@ -243,7 +243,7 @@ class Memory:
             self._take_memory(None)
             request, receipt = self._restore(name, wanted, sequence)
         self.log.restored(receipt)
-        if receipt.reason is not None:
+        if receipt.reason not in (None, Reason.TOKENS_DIFFER):
             missing = receipt.wanted_tokens - receipt.restored_tokens
             request.recomputes.append(Recompute(receipt.restored_tokens, missing, receipt.reason, receipt.detail))
         return request, receipt
