@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +62,10 @@ def test_without_its_extra_the_command_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "typer", None)
     assert main(["doctor"]) == ExitCode.REFUSED
     assert "pip install 'kvstrata[cli]'" in capsys.readouterr().err
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    """What `kvstrata --version >&-` starts with."""
+    script = "import sys; sys.stdout = None; from kvstrata.cli import main; sys.exit(main(['--version']))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (ExitCode.OK, "")
