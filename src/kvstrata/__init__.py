@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvstrata.engines.transformers import LoadedModel, Memory, Request, attach, load_model
-    from kvstrata.errors import KvstrataError, Reason
+    from kvstrata.errors import BudgetError, KvstrataError, Reason, SessionError, StoreError, UnsupportedError
     from kvstrata.store import Store
 
 __all__ = [
+    "BudgetError",
     "KvstrataError",
     "LoadedModel",
     "Memory",
     "Reason",
     "Request",
+    "SessionError",
     "Store",
+    "StoreError",
+    "UnsupportedError",
     "__version__",
     "attach",
     "load_model",
@@ -32,8 +36,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BudgetError": "kvstrata.errors",
     "KvstrataError": "kvstrata.errors",
     "Reason": "kvstrata.errors",
+    "SessionError": "kvstrata.errors",
+    "StoreError": "kvstrata.errors",
+    "UnsupportedError": "kvstrata.errors",
     "Store": "kvstrata.store",
     "LoadedModel": "kvstrata.engines.transformers",
     "Memory": "kvstrata.engines.transformers",

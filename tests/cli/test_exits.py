@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from kvstrata.errors import (
     StoreError,
     UnsupportedError,
 )
+from kvstrata.store import Store
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,21 @@ def test_a_closed_stdout_is_no_error() -> None:
     script = "import sys; sys.stdout = None; from kvstrata.cli import main; sys.exit(main(['--version']))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (ExitCode.OK, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_a_full_stdout_is_one_message(tmp_path: Path, extra: list[str]) -> None:
+    code = "import sys; from kvstrata.cli import main; sys.exit(main())"
+    with Store(tmp_path / "store"), Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "store", "ls", "--store", str(tmp_path / "store"), *extra],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 4
+    assert "stdout cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -37,7 +37,8 @@ def test_a_hit_has_no_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "receipt", [make_ledger(), RestoreReceipt("talk", 1, 10, 9, 9, 0, 0, 0.0), StepReceipt(0, 1, 1, 0, 0, 0, 0.0, 0.0, 0)]
+    "receipt",
+    [make_ledger(), RestoreReceipt("talk", 1, 10, 9, 9, 0, 0, 0.0), StepReceipt(0, 1, 1, 0, 0, 0, 0.0, 0.0, 0)],
 )
 def test_receipts_cannot_be_changed(receipt: object) -> None:
     name = dataclasses.fields(receipt)[0].name  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def test_what_steps_report_is_added_up() -> None:
     book = make_book()
     book.step(StepReceipt(0, 3, 3, 10, 100, 1, 0.5, 0.25, 0))
     book.step(StepReceipt(3, 1, 4, 20, 200, 2, 0.5, 0.25, 0))
-    book.recomputed(2)
+    book.recomputed(2, 2)
     book.restored(RestoreReceipt("talk", 1, 5, 5, 5, 0, 0, 1.0))
     book.saved(SaveReceipt("talk", 1, 5, 1, 1, 0, 2.0))
     found = book.ledger([], 3, PublicationTotals(written_bytes=7, present_bytes=5, service_s=1.0), ())

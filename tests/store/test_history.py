@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -123,12 +124,8 @@ def test_histories_do_not_take_each_others_tail() -> None:
     directory.arena.hold(second.tail[0].grants[0], second.tail[0].owner)
 
 
-@pytest.mark.parametrize("line", range(1, 200, 3))
-def test_an_interrupted_commit_is_finished_by_the_next_settle(line: int) -> None:
-    """Ctrl-C may come before any line of `commit`, `settle` and what they call."""
-    directory = make_directory(slots=30)
-    history, ids = History(directory, make_context()), make_ids(SIZE + 1)
-    history.extend_tail(SIZE + 1)
+def interrupted(call: Callable[[], object], line: int) -> None:
+    """Run `call`, with a KeyboardInterrupt before its `line`th line in the history or the directory."""
     passed = 0
 
     def interrupt(frame: FrameType, event: str, argument: object) -> Any:
@@ -142,9 +139,18 @@ def test_an_interrupted_commit_is_finished_by_the_next_settle(line: int) -> None
     sys.settrace(interrupt)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            history.commit(SIZE + 1, ids)
+            call()
     finally:
         sys.settrace(None)
+
+
+@pytest.mark.parametrize("line", range(1, 200, 3))
+def test_an_interrupted_commit_is_finished_by_the_next_settle(line: int) -> None:
+    """Ctrl-C may come before any line of `commit`, `settle` and what they call."""
+    directory = make_directory(slots=30)
+    history, ids = History(directory, make_context()), make_ids(SIZE + 1)
+    history.extend_tail(SIZE + 1)
+    interrupted(lambda: history.commit(SIZE + 1, ids), line)
     history.settle()
     if history.frontier == 0:
         assert history.token_ids == []
@@ -189,3 +195,23 @@ def test_closing_after_an_interrupted_seal_leaves_no_record(monkeypatch: pytest.
     history.close()
     assert len(history.directory) == 0
     assert history.directory.arena.used_slots == 0
+
+
+@pytest.mark.parametrize("position", [0, SIZE, 2 * SIZE])
+@pytest.mark.parametrize("line", range(1, 60, 2))
+def test_an_interrupted_rewind_happened_or_did_not(position: int, line: int) -> None:
+    directory = make_directory(slots=40)
+    history, ids = History(directory, make_context()), make_ids(2 * SIZE + 3)
+    history.extend_tail(len(ids))
+    history.commit(len(ids), ids)
+    interrupted(lambda: history.rewind(position), line)
+    history.settle()
+    assert history.frontier in (position, len(ids))
+    assert history.token_ids == ids[: history.frontier]
+    chunks, tail = divmod(history.frontier, SIZE)
+    assert [list(record.identity.token_ids) for record in history.chunks] == [
+        ids[i * SIZE : (i + 1) * SIZE] for i in range(chunks)
+    ]
+    assert len(history.tail) == (1 if tail else 0)
+    history.close()
+    assert len(history.chunks) == len(history.tail) == 0

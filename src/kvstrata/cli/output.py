@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvstrata.errors import Reason, StoreError
+
 __all__ = ["Output", "OutputClosed", "byte_text"]
 
 _PLAIN_WIDTH = 160
@@ -37,25 +39,24 @@ class Output:
             self.line(json.dumps(data, indent=2, ensure_ascii=False, default=_plain))
         else:
             width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-            _Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False).print(text)
+            console = _Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+            with _refusing():
+                console.print(text)
+                sys.stdout.flush()
 
     def line(self, text: str) -> None:
-        """Print `text` and a newline as they are. Errors: `OutputClosed`."""
-        try:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-        except BrokenPipeError:
-            raise OutputClosed from None
+        """Print `text` and a newline as they are. Errors: `OutputClosed`, `StoreError` where stdout takes no more."""
+        self._write(text + "\n")
 
     def piece(self, text: str) -> None:
         """Print a piece of streamed text as it is; nothing with `as_json`. Errors: `OutputClosed`."""
-        if self.as_json:
-            return
-        try:
+        if not self.as_json:
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        with _refusing():
             sys.stdout.write(text)
             sys.stdout.flush()
-        except BrokenPipeError:
-            raise OutputClosed from None
 
     def note(self, text: str) -> None:
         """A message for people on stderr; nothing with `as_json`."""
@@ -65,9 +66,11 @@ class Output:
     def error(self, reason: str, cause: str, next_step: str) -> None:
         """One message on stderr, or `{"error": {"reason", "cause", "next_step"}}` on stdout."""
         if self.as_json:
-            self.line(json.dumps({"error": {"reason": str(reason), "cause": cause, "next_step": next_step}}, indent=2))
-        else:
-            sys.stderr.write(f"error: {cause} [{reason}]\n" + (f"  next: {next_step}\n" if next_step else ""))
+            error = {"error": {"reason": str(reason), "cause": cause, "next_step": next_step}}
+            with contextlib.suppress(StoreError):
+                self.line(json.dumps(error, indent=2))
+                return
+        sys.stderr.write(f"error: {cause} [{reason}]\n" + (f"  next: {next_step}\n" if next_step else ""))
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
@@ -77,6 +80,18 @@ class Output:
         with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise OutputClosed from None
+    except OSError as error:
+        raise StoreError(
+            Reason.STORE_IO, f"stdout cannot be written: {error.strerror}", "write to a place with free space"
+        ) from error
 
 
 def byte_text(count: float) -> str:

@@ -97,7 +97,8 @@ class Ledger:
     """Every byte and second of one run.
 
     logical_bytes: rows of the history, once. device_bytes, peak_device_bytes: slots in use now and at most, tail,
-    staging and workspace included. host_bytes: memory tiers other than the device's. file_bytes: chunks of the history
+    staging and workspace included. host_bytes: memory tiers other than the device's,
+    of which there is none yet. file_bytes: chunks of the history
     in files. staging_bytes: most bytes reserved for segments on their way. workspace_bytes: kernel scratch.
     metadata_bytes: headers and manifests. fragmented_bytes: slot bytes that hold no row. duplicate_bytes: rows both in
     memory and in files.

@@ -46,9 +46,10 @@ class LedgerBook:
         self._stall_s += receipt.stall_s
         self._load_s += receipt.read_s
 
-    def recomputed(self, tokens: int) -> None:
-        """Count rows whose stored bytes could not be used after all."""
+    def recomputed(self, tokens: int, restored: int) -> None:
+        """Count rows whose stored bytes could not be used after all; `restored` of them had come from a session."""
         self._lost += tokens
+        self._restored -= restored
 
     def saved(self, receipt: SaveReceipt) -> None:
         """Count the time of a save."""
@@ -125,6 +126,6 @@ class LedgerBook:
             publish_checksum_write_s=totals.checksum_s + totals.write_s,
             tokens_computed=self._computed,
             tokens_recomputed=self._lost + self._missed,
-            tokens_restored=max(0, self._restored - self._lost),
+            tokens_restored=self._restored,
             recomputes=recomputes,
         )

@@ -153,9 +153,7 @@ def _agreeing(stored: Sequence[int], token_ids: Sequence[int], limit: int) -> in
     return next(i for i in range(limit) if stored[i] != token_ids[i])
 
 
-def _load(
-    history: History, store: Store, layout: SegmentLayout, snapshot: Snapshot, usable: int
-) -> tuple[int, int]:
+def _load(history: History, store: Store, layout: SegmentLayout, snapshot: Snapshot, usable: int) -> tuple[int, int]:
     """Take `usable` rows over, stopping at the first chunk that cannot be used.
 
     Returns the bytes of rows read, and those of headers and padding in the files taken over."""

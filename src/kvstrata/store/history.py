@@ -46,6 +46,7 @@ class History:
         self.tail: list[TailChunk] = []
         self.version = 0
         self._sealing: ChunkRecord | None = None
+        self._gone: list[ChunkRecord | TailChunk] = []
         self._number = next(_numbers)
 
     @property
@@ -91,6 +92,7 @@ class History:
 
     def settle(self) -> list[ChunkRecord]:
         """Seal what is full. Finishes what an interruption left half done; nothing to do otherwise."""
+        self._sweep()
         if not self.named:
             return []
         del self.token_ids[self.frontier :]
@@ -127,26 +129,31 @@ class History:
                 f"the history ({self.frontier} tokens, {self.sealed} sealed) cannot be cut at {position}",
             )
         keep = min(len(self.chunks), position // size)
-        for record in self.chunks[keep:]:
-            self.directory.drop(record)
-        if keep < len(self.chunks):
-            self._release_tail(0)
-        del self.chunks[keep:]
-        self.frontier = position
-        del self.token_ids[position:]
-        self._release_tail(self.tail_chunks_for(0))
-        self.version += 1
+        tail = 0 if keep < len(self.chunks) else max(0, -(-position // size) - keep)
+        self._cut(position, keep, tail)
 
     def close(self) -> None:
         """Give up all rows. Sealed chunks that others use stay."""
         self.settle()
-        for record in self.chunks:
-            self.directory.drop(record)
-        self.chunks.clear()
-        self._release_tail(0)
-        self.frontier = 0
-        self.token_ids.clear()
-        self.version += 1
+        self._cut(0, 0, 0)
+
+    def _cut(self, position: int, chunks: int, tail: int) -> None:
+        gone = [*self._gone, *self.chunks[chunks:], *self.tail[tail:]]
+        kept = self.chunks[:chunks], self.tail[:tail]
+        # Signals are not served between these stores: rows and slots go together, or not at all.
+        self._gone, (self.chunks, self.tail), self.frontier, self.version = gone, kept, position, self.version + 1
+        del self.token_ids[position:]
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Give back what is no longer part of the history."""
+        while self._gone:
+            item = self._gone.pop()
+            if isinstance(item, TailChunk):
+                for grant in item.grants:
+                    self.directory.arena.release(grant)
+            else:
+                self.directory.drop(item)
 
     def _identity(self, start: int, stop: int) -> ChunkIdentity:
         parent = self.chunks[-1].digest if self.chunks else b""
@@ -164,9 +171,3 @@ class History:
         self.chunks, self.tail, self._sealing = [*self.chunks, record], self.tail[1:], None
         self.version += 1
         return record
-
-    def _release_tail(self, keep: int) -> None:
-        for chunk in self.tail[keep:]:
-            for grant in chunk.grants:
-                self.directory.arena.release(grant)
-        del self.tail[keep:]

@@ -107,7 +107,7 @@ def parse_bytes(value: int | str, field: str = "budget") -> int:
     if amount < 1:
         raise ConfigurationError(
             Reason.INVALID_ARGUMENT,
-            f"{field}={value!r} is not a positive number of bytes",
+            f"{field}={value!r} is not a number of bytes from 1 to 10**18",
             'write it like 67108864 or "64MiB"',
         )
     return amount

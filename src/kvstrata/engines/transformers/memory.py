@@ -73,6 +73,7 @@ class Memory:
         self._clock = clock
         self._owns_store = owns_store
         self._closed = False
+        self._final: Ledger | None = None
         self._requests: list[Request] = []
         self._active: Request | None = None
         self._original: Callable[..., Any] | None = None
@@ -131,6 +132,7 @@ class Memory:
         """Detach: end the threads after what they are doing, free the arena, leave the model as it was."""
         if self._original is None:
             return
+        self._final = self.ledger()
         self._original = None
         del self.model.forward
         attention.unregister(self._name)
@@ -243,13 +245,16 @@ class Memory:
             self._take_memory(None)
             request, receipt = self._restore(name, wanted, sequence)
         self.log.restored(receipt)
+        request.restored_tokens = receipt.restored_tokens
         if receipt.reason not in (None, Reason.TOKENS_DIFFER):
             missing = receipt.wanted_tokens - receipt.restored_tokens
             request.recomputes.append(Recompute(receipt.restored_tokens, missing, receipt.reason, receipt.detail))
         return request, receipt
 
     def ledger(self) -> Ledger:
-        """Every byte and second so far, over all open requests."""
+        """Every byte and second so far, over all open requests; after the block, as it stood when the block ended."""
+        if self._final is not None:
+            return self._final
         totals = self._publisher.totals if self._publisher is not None else None
         histories = [request.history for request in self._requests if not request.closed]
         staged = max((request.plan.staged_peak for request in self._requests), default=0)

@@ -29,7 +29,7 @@ _RECOVERIES = 8
 class Request:
     """Rows of one sequence. Made by `Memory.request` or `Memory.restore`; closed with the memory.
 
-    cache: what Transformers gets as `past_key_values`.
+    cache: what Transformers gets as `past_key_values`. restored_tokens: rows that came from a session.
     """
 
     def __init__(self, memory: Memory, history: History, plan: LayerAhead) -> None:
@@ -40,6 +40,7 @@ class Request:
         self.recomputes: list[Recompute] = []
         self.last_step: StepReceipt | None = None
         self.closed = False
+        self.restored_tokens = 0
         self._step: tuple[int, int] | None = None
         self._owed: list[int] = []
         self._recoveries = 0
@@ -141,7 +142,8 @@ class Request:
         self._owed = tokens + self._owed
         self.history.rewind(position)
         self.recomputes.append(Recompute(position, len(tokens), error.reason, error.cause))
-        self.memory.log.recomputed(len(tokens))
+        self.memory.log.recomputed(len(tokens), max(0, self.restored_tokens - position))
+        self.restored_tokens = min(self.restored_tokens, position)
         self._repay(inner, len(tokens))
 
     def replay(self, inner: Forward, tokens: Sequence[int]) -> None:
