@@ -25,11 +25,11 @@ print(prepare_model("smollm2", progress=lambda stage, done: print(f"{done:4.0%} 
 endef
 export PREPARE
 
-.PHONY: help setup demo test lint bench lock clean
+.PHONY: help setup demo test test-slow lint bench lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this help
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
 $(VENV)/.venv-ready:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "kvstrata needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; use make PYTHON=python3.11" % v)'
@@ -59,6 +59,10 @@ demo: setup ## Run the demonstration into demo-out/ (DEMO_ARGS=...)
 test: setup ## Run the default tests (TEST_ARGS=...)
 	TQDM_DISABLE=1 $(BIN)/python -c "$$PREPARE"
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-slow: setup ## Run the slow tests: whole demonstrations, interrupted ones, other processes (TEST_ARGS=...)
+	$(BIN)/python -c "$$PREPARE"
+	$(BIN)/python -m pytest -m "slow or compile" $(TEST_ARGS)
 
 lint: setup ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

@@ -91,6 +91,7 @@ def test_only_the_results_and_the_store_that_was_named_are_left(run: tuple[int, 
         assert SessionStore(store).load("demo").frontier == summary["history_tokens"]
 
 
+@pytest.mark.slow
 def test_a_refused_model_is_told_and_the_summary_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--out", str(tmp_path), "--json", "--model", "/no/such/model"]) == ExitCode.REFUSED
     captured = capsys.readouterr()
@@ -102,6 +103,7 @@ def test_a_refused_model_is_told_and_the_summary_written(tmp_path: Path, capsys:
     assert "/no/such/model" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_says_how_long_it_may_be(model: Path, tmp_path: Path) -> None:
     outcome = run_demo(DemoOptions(tmp_path, model=str(model), tokens=5000, new_tokens=6), _quiet)
     assert outcome.failure is not None
@@ -110,6 +112,7 @@ def test_a_prompt_longer_than_the_context_says_how_long_it_may_be(model: Path, t
     assert "--tokens 4090" in outcome.failure.error.next_step
 
 
+@pytest.mark.slow
 def test_a_killed_stage_becomes_a_message(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     popen = subprocess.Popen
 
@@ -130,6 +133,7 @@ def test_a_killed_stage_becomes_a_message(model: Path, tmp_path: Path, monkeypat
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_children_and_leaves_a_readable_store(model: Path, tmp_path: Path) -> None:
     arguments = ["demo", "--out", str(tmp_path / "out"), "--model", str(model), "--tokens", str(TOKENS)]
     with subprocess.Popen(
@@ -164,6 +168,7 @@ def test_an_out_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert out.read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     left, foreign = tmp_path / "run-999999999", tmp_path / "run-notes"
     for directory in (left, foreign):
