@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chunks_and_faults import make_chunk, tree
@@ -67,3 +69,24 @@ def test_writers_at_the_same_time_do_not_pass_the_cap_together(tmp_path: Path) -
 def test_a_cap_that_is_not_positive_is_refused(tmp_path: Path, cap: int) -> None:
     with pytest.raises(ConfigurationError, match="max_bytes"):
         FileTier(tmp_path, max_bytes=cap)
+
+
+def test_a_file_that_moves_during_the_count_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publication between the visits of two folders: the file is gone from tmp before chunks is looked at."""
+    size = file_bytes(tmp_path)
+    root = tmp_path / "tier"
+    (root / "tmp").mkdir(parents=True)
+    (root / "tmp" / "writing").write_bytes(bytes(size))
+    real, seen = os.walk, []
+
+    def walk(top: Path, **options: Any) -> Any:
+        for entry in real(top, **options):
+            yield entry
+            seen.append(entry[0])
+            if Path(entry[0]) == root / "tmp":
+                (root / "chunks" / "ab").mkdir(parents=True)
+                (root / "tmp" / "writing").rename(root / "chunks" / "ab" / "published.kv")
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert Capacity(root, 10 * size).used() == size
+    assert str(root / "chunks" / "ab") in seen

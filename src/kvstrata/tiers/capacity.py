@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvstrata.errors import ConfigurationError, Reason, StoreError
@@ -47,10 +47,20 @@ class Capacity:
 
     def used(self) -> int:
         """Bytes of all files below `root`; a file that is being published has two names and counts once."""
-        sizes = {}
-        for folder, _, names in os.walk(self.root):
+        sizes: dict[int, int] = {}
+        # Files only ever move along this list, so that one which moves during the count is met at least once.
+        stages = ["tmp", "chunks", "damaged"]
+        for stage in stages:
+            self._measure(self.root / stage, sizes)
+        self._measure(self.root, sizes, leave_out=stages)
+        return sum(sizes.values())
+
+    @staticmethod
+    def _measure(top: Path, sizes: dict[int, int], leave_out: Sequence[str] = ()) -> None:
+        for folder, folders, names in os.walk(top):
+            if leave_out and Path(folder) == top:
+                folders[:] = [name for name in folders if name not in leave_out]
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     status = (Path(folder) / name).stat()
                     sizes[status.st_ino] = status.st_size
-        return sum(sizes.values())
