@@ -36,7 +36,7 @@ class DemoJob:
     salt: str
     session: str = "demo"
     seed: int = 0
-    rounds: int = 8
+    rounds: int = 5
     steps: int = 4
 
     def write(self, path: Path) -> None:
