@@ -1,6 +1,7 @@
 """A model reads more than its memory holds, answers, stops; a new process answers again. Every claim is measured.
 
-The parent never loads the model: each stage is a process of its own, so that no stage profits from another's memory.
+The parent never loads the model. The cold run, the restored run and the stock run are processes of their own, so that
+none profits from what another left in memory.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from typing import Any
 
 from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.lab.demo_checks import Check, run_checks
-from kvstrata.lab.demo_job import STAGES, DemoJob
-from kvstrata.lab.demo_process import Progress, StageFailure, run_stage
+from kvstrata.lab.demo_job import PROCESSES, STAGES, DemoJob
+from kvstrata.lab.demo_process import Progress, StageFailure, run_stages
 from kvstrata.lab.report import write_report
 from kvstrata.store import Store
 
 __all__ = ["FULL_TOKENS", "QUICK_TOKENS", "DemoOptions", "DemoOutcome", "run_demo"]
 
-FULL_TOKENS, QUICK_TOKENS = 6144, 2048
-_FEWEST_NEW_TOKENS = 2
+FULL_TOKENS, QUICK_TOKENS = 6144, 1280
+_FEWEST_NEW_TOKENS, _QUICK_NEW_TOKENS = 2, 16
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """out: directory of the results. tokens: length of the prompt; by default 6144, or 2048 when `quick`.
+    """out: directory of the results. tokens: length of the prompt; by default 6144, or 1280 when `quick`.
 
     store: a directory to keep; without it one below `out`, removed when all went well. The others are as for
     `kvstrata.attach` and `kvstrata.load_model`.
@@ -90,7 +91,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoOutcome:
             seed=options.seed,
         )
         if options.quick:
-            job = replace(job, rounds=job.rounds // 2)
+            job = replace(job, rounds=job.rounds // 2, new_tokens=min(job.new_tokens, _QUICK_NEW_TOKENS))
         job.write(job.file("job.json"))
         results, failure = _run_stages(job, progress)
         summary = _summary(job, results, options.quick)
@@ -114,11 +115,11 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoOutcome:
 
 def _run_stages(job: DemoJob, progress: Progress) -> tuple[dict[str, dict[str, Any]], StageFailure | None]:
     results: dict[str, dict[str, Any]] = {}
-    for stage in STAGES:
-        result = run_stage(stage, job, progress)
-        if isinstance(result, StageFailure):
-            return results, result
-        results[stage] = result
+    for stages in PROCESSES:
+        for stage, result in zip(stages, run_stages(stages, job, progress), strict=False):
+            if isinstance(result, StageFailure):
+                return results, result
+            results[stage] = result
     return results, None
 
 

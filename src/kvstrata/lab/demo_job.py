@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CHUNKINGS", "STAGES", "DemoJob", "Reporter"]
+__all__ = ["CHUNKINGS", "PROCESSES", "STAGES", "DemoJob", "Reporter"]
 
-STAGES = ("prepare", "cold", "restored", "stock", "timing")
+PROCESSES = (("prepare", "cold"), ("restored",), ("stock", "timing"))
+"""Stages in order, by the process that runs them: importing the libraries takes longer than most stages."""
+
+STAGES = tuple(stage for stages in PROCESSES for stage in stages)
 
 CHUNKINGS = ((256, 512), (128, 256), (64, 128), (64, 64))
 """(chunk_tokens, prefill_chunk), best first; the first that the budget can hold is used."""
@@ -68,6 +71,10 @@ class Reporter:
 
     A parent that has gone shows as a broken pipe, which ends the child.
     """
+
+    def stage(self, name: str) -> None:
+        """A stage of the process begins."""
+        self._send({"event": "stage", "name": name})
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Progress of one activity."""

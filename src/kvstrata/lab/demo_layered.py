@@ -240,7 +240,7 @@ def _attached(
                 chunk_tokens=chunk_tokens,
                 prefill_chunk=prefill_chunk,
             )
-            memory.log.require_fits(prompt_tokens + job.new_tokens, memory.prefill_chunk, memory._budget_for)
+            memory.require_fits(prompt_tokens + job.new_tokens)
         except BudgetError:
             if number == len(choices):
                 raise

@@ -1,4 +1,4 @@
-"""One stage of the demo as a process of its own, seen from the parent."""
+"""A process of the demo and its stages, seen from the parent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvstrata import errors
 from kvstrata.errors import KvstrataError, Reason
 from kvstrata.lab.demo_job import DemoJob
 
-__all__ = ["Progress", "StageFailure", "run_stage"]
+__all__ = ["Progress", "StageFailure", "run_stages"]
 
 Progress = Callable[[str, str, int, int], None]
 """Called with stage, activity, done and total."""
@@ -40,13 +40,13 @@ class StageFailure:
         return {"stage": self.stage, "detail": self.detail, "reason": reason, "next_step": next_step}
 
 
-def run_stage(stage: str, job: DemoJob, progress: Progress) -> dict[str, Any] | StageFailure:
-    """Run `stage` in a new process and wait for it; its result, or why there is none.
+def run_stages(stages: Sequence[str], job: DemoJob, progress: Progress) -> Iterator[dict[str, Any] | StageFailure]:
+    """Run `stages` in one new process and wait for it; the result of each in order, the last maybe why there is none.
 
     The child is ended when this call is left by an exception, KeyboardInterrupt included.
     """
-    log, result = job.file(f"{stage}.log"), job.file(f"{stage}.json")
-    command = [sys.executable, "-m", "kvstrata.lab.demo_worker", stage, str(job.file("job.json"))]
+    stage, log = stages[0], job.file(f"{stages[0]}.log")
+    command = [sys.executable, "-m", "kvstrata.lab.demo_worker", str(job.file("job.json")), *stages]
     refusal: KvstrataError | None = None
     # Waiting OpenMP threads that spin make one busy neighbour on the machine cost a multiple of its share.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
@@ -66,7 +66,9 @@ def run_stage(stage: str, job: DemoJob, progress: Progress) -> dict[str, Any] | 
             assert child.stdout is not None
             for line in child.stdout:
                 event = _event(line)
-                if event.get("event") == "progress":
+                if event.get("event") == "stage":
+                    stage = event["name"]
+                elif event.get("event") == "progress":
                     progress(stage, event["what"], event["done"], event["total"])
                 elif event.get("event") == "error":
                     refusal = _refusal(event)
@@ -74,12 +76,12 @@ def run_stage(stage: str, job: DemoJob, progress: Progress) -> dict[str, Any] | 
         except BaseException:
             _end(child)
             raise
-    if refusal is not None:
-        return StageFailure(stage, refusal.cause, refusal)
-    if code != 0 or not result.exists():
-        return StageFailure(stage, _why(code, log))
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+    for name in stages:
+        if job.file(f"{name}.json").exists():
+            yield job.result(name)
+            continue
+        yield StageFailure(name, refusal.cause, refusal) if refusal else StageFailure(stage, _why(code, log))
+        return
 
 
 def _event(line: bytes) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from kvstrata.lab.process_memory import release_free_memory, reset_peak, residen
 __all__ = ["read_stock", "time_decoding"]
 
 _WARM_STEPS = 3
+_PROBE_ROWS = 128
 
 
 def read_stock(job: DemoJob, report: Reporter) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def read_stock(job: DemoJob, report: Reporter) -> dict[str, Any]:
     loaded = warm_model(job, prompt, report)
     chunk = cold["prefill_chunk"]
     report("probing", 0, 0)
-    probe = {name: _probe(loaded.model, name, len(prompt) // 2, chunk) for name in STOCK_ATTENTION}
+    probe = {name: _probe(loaded.model, name, len(prompt) // 2, min(chunk, _PROBE_ROWS)) for name in STOCK_ATTENTION}
     chosen = min(probe, key=lambda name: probe[name])
     with stock_attention(loaded.model, chosen):
         release_free_memory()

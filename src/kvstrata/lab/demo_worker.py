@@ -1,4 +1,4 @@
-"""Entry of the demo's child processes: `python -m kvstrata.lab.demo_worker STAGE JOB`."""
+"""Entry of the demo's child processes: `python -m kvstrata.lab.demo_worker JOB STAGE...`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ _REFUSED = 3
 
 
 def main(arguments: list[str]) -> int:
-    """Run one stage; its result goes to a file named after it. Returns the exit code."""
-    stage, job = arguments[0], DemoJob.read(Path(arguments[1]))
-    assert stage in STAGES
+    """Run stages in order; the result of each goes to a file named after it. Returns the exit code."""
+    job, stages = DemoJob.read(Path(arguments[0])), arguments[1:]
+    assert stages
+    assert set(stages) <= set(STAGES)
     report = Reporter()
-    started = time.perf_counter()
-    try:
+    for stage in stages:
+        report.stage(stage)
         report("starting", 0, 0)
-        result = _stage(stage)(job, report)
-    except KvstrataError as error:
-        report.error(type(error).__name__, error.reason, error.cause, error.next_step)
-        return _REFUSED
-    result["seconds"] = time.perf_counter() - started
-    job.file(f"{stage}.json").write_text(json.dumps(result), encoding="utf-8")
+        started = time.perf_counter()
+        try:
+            result = _stage(stage)(job, report)
+        except KvstrataError as error:
+            report.error(type(error).__name__, error.reason, error.cause, error.next_step)
+            return _REFUSED
+        result["seconds"] = time.perf_counter() - started
+        job.file(f"{stage}.json").write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 

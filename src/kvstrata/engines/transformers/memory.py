@@ -202,13 +202,17 @@ class Memory:
             raise ConfigurationError(
                 Reason.TOKENS_DIFFER, "the request's rows belong to other tokens than the prompt's"
             )
-        self.log.require_fits(len(ids), self.prefill_chunk, self._budget_for)
+        self.require_fits(len(ids))
         total = len(ids) - 1
         for _, stop in self.slices(request.frontier, max(0, total - request.frontier)):
             request.replay(inner, ids[request.frontier : stop])
             if progress is not None:
                 progress(stop, total)
         return request
+
+    def require_fits(self, tokens: int) -> None:
+        """Errors: `BudgetError`, with the budget that would do, when a history of `tokens` tokens does not fit."""
+        self.log.require_fits(tokens, self.prefill_chunk, self._budget_for)
 
     def save(self, name: str, request: Request | None = None) -> SaveReceipt:
         """Store a request's committed rows under `name` as a new immutable snapshot. Blocks until they are written.
