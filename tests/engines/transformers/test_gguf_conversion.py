@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_gemma_gguf import BOS, EOS, LAYERS, TOKENS, cut, tiny_gemma, write_tiny_gemma_gguf
 
-from kvstrata.engines.transformers.gguf_conversion import convert_once
+from kvstrata.engines.transformers.gguf_conversion import _exclusive, convert_once
 from kvstrata.engines.transformers.loading import load_model
 from kvstrata.errors import ModelLoadError, Reason
 
@@ -32,6 +33,7 @@ def test_second_conversion_is_the_first(tiny_gguf: Callable[..., Path], tmp_path
     assert convert_once(gguf, DIGEST, cache, lambda stage, done: stages.append((stage, done))) == first
     assert stages == []
     assert list(cache.glob("models/*.partial")) == []
+    assert list((cache / "models").iterdir()) == [first]
 
 
 def test_weights_and_template_survive(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_truncated_file_is_refused(tiny_gguf: Callable[..., Path], tmp_path: Pat
         convert_once(gguf, DIGEST, cache, lambda stage, done: None)
     assert refused.value.reason is Reason.MODEL_UNAVAILABLE
     assert str(gguf) in refused.value.cause
-    assert [entry.suffix for entry in (cache / "models").iterdir()] == [".lock"]
+    assert list((cache / "models").iterdir()) == []
 
 
 def test_missing_weight_is_refused(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
@@ -125,5 +127,71 @@ def test_failure_while_writing_leaves_no_directory(tiny_gguf: Callable[..., Path
 
     with pytest.raises(ModelLoadError, match="No space left on device"):
         convert_once(gguf, DIGEST, cache, fill_the_disk)
-    assert [entry.suffix for entry in (cache / "models").iterdir()] == [".lock"]
-    shutil.rmtree(cache)
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_waiting_for_a_lock_that_its_holder_removes(tmp_path: Path) -> None:
+    lock, inside, order = tmp_path / "lock", threading.Event(), list[str]()
+
+    def second() -> None:
+        with _exclusive(lock, inside.set):
+            order.append("second")
+            assert lock.exists()
+
+    waiting = threading.Thread(target=second)
+    with _exclusive(lock, lambda: None):
+        waiting.start()
+        assert inside.wait(60)
+        order.append("first")
+    waiting.join(60)
+    assert order == ["first", "second"]
+    assert not lock.exists()
+
+
+def test_parts_give_what_the_whole_file_gives(tmp_path: Path) -> None:
+    gguf = write_tiny_gemma_gguf(tmp_path / "tiny.gguf")
+    whole = convert_once(gguf, DIGEST, tmp_path / "whole", lambda stage, done: None)
+    joined = convert_once(cut(gguf, 4), DIGEST, tmp_path / "joined", lambda stage, done: None)
+    names = sorted(file.name for file in whole.iterdir())
+    assert sorted(file.name for file in joined.iterdir()) == names
+    for name in names:
+        assert (joined / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_gemma_is_what_its_file_describes(tmp_path: Path) -> None:
+    loaded = load_model(write_tiny_gemma_gguf(tmp_path / "tiny.gguf"), dtype="float32", cache_dir=tmp_path / "cache")
+    config, reference = loaded.model.config, tiny_gemma()
+    for field in (
+        "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "sliding_window", "layer_types", "rope_parameters",
+        "query_pre_attn_scalar", "rms_norm_eps", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
+        "hidden_activation", "attention_bias", "attn_logit_softcapping", "final_logit_softcapping",
+    ):  # fmt: skip
+        assert getattr(config, field) == getattr(reference.config, field), field
+    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * (LAYERS - 6)
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 1e6
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 1e4
+    assert (loaded.model.generation_config.bos_token_id, loaded.model.generation_config.eos_token_id) == (BOS, EOS)
+    assert loaded.model.lm_head.weight.data_ptr() == loaded.model.model.embed_tokens.weight.data_ptr()
+    for (name, weights), expected in zip(
+        loaded.model.state_dict().items(), reference.state_dict().values(), strict=True
+    ):
+        # The file holds norm weights plus one, rounded.
+        torch.testing.assert_close(weights, expected, rtol=0, atol=2e-7 if "norm" in name else 0)
+    ids = torch.tensor([[BOS, 300, 301, 302]])
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, reference(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("add_bos", "begins"), [(True, True), (None, True), (False, False)])
+def test_begin_marker_is_added_where_the_file_or_its_kind_asks_for_it(
+    tmp_path: Path, add_bos: bool | None, begins: bool
+) -> None:
+    gguf = write_tiny_gemma_gguf(tmp_path / "tiny.gguf", add_bos=add_bos)
+    tokenizer = load_model(gguf, dtype="float32", cache_dir=tmp_path / "cache").tokenizer
+    ids = tokenizer("the mother").input_ids
+    assert (ids[0] == BOS) is begins
+    assert tokenizer.convert_ids_to_tokens(ids)[begins:] == ["the", "\u2581", "m", "o", "the", "r"]
+    assert tokenizer("the", add_special_tokens=False).input_ids == [TOKENS.index("the")]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the mother"
+    assert tokenizer.chat_template is None

