@@ -2,12 +2,84 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-__all__ = ["Clock"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Clock", "ModelView", "ProjectionWeights"]
 
 
 class Clock(Protocol):
     """Seconds from an arbitrary origin that never go back, e.g. `time.perf_counter`."""
 
     def __call__(self) -> float: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectionWeights:
+    """The matrices that turn one layer's normed hidden states into queries, keys and values.
+
+    Weights [heads, head_dim, hidden_size] and biases [heads, head_dim] or `None`, in the model's dtype and on its
+    device: views of the live weights, not to be written to, and strided where the model keeps the three in one matrix.
+    A norm that follows a projection is not in them.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_bias: torch.Tensor | None = None
+    key_bias: torch.Tensor | None = None
+    value_bias: torch.Tensor | None = None
+
+
+class ModelView(Protocol):
+    """What a method may ask a live model: to look one layer ahead, or to build an index from its weights.
+
+    One sequence at a time, without gradients. Tensors are in the model's dtype and on its device. Layers count from 0.
+    """
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        ...
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of every layer."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of every layer."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head of one row."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """What the scores are multiplied by before the softmax."""
+        ...
+
+    def input_norm(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the attention of `layer` is given for the residual stream `hidden` [rows, hidden_size]; same shape."""
+        ...
+
+    def project(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [query_heads, rows, head_dim], keys and values [kv_heads, rows, head_dim] before rotary positions.
+
+        normed: [rows, hidden_size], as `input_norm` returned it. Norms over queries and keys are applied.
+        """
+        ...
+
+    def rotate(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries or keys `states` [heads, rows, head_dim] at `positions` [rows] (int64), after rotary positions."""
+        ...
+
+    def projection_weights(self, layer: int) -> ProjectionWeights:
+        """The matrices behind `project`. Errors: `UnsupportedError` when they are packed or carry an adapter."""
+        ...
