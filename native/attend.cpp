@@ -68,9 +68,22 @@ void merge_into(int64_t heads, int64_t dim, State to, const float *m, const floa
     }
 }
 
+// Normalised output of one head. A sink weighs in the denominator only; it may be the largest score.
+template <class E>
+void write_output(int64_t dim, float m, float l, const float *u, const float *sink, typename E::Stored *out) {
+    float weight = 1.0f;
+    if (sink) {
+        const float top = *sink > m ? *sink : m;
+        const float base = top == -INFINITY ? 0.0f : top;
+        weight = exp_nonpositive(m - base);
+        l = l * weight + exp_nonpositive(*sink - base);
+    }
+    for (int64_t i = 0; i < dim; i++) out[i] = E::narrow(l == 0.0f ? 0.0f : u[i] * weight / l);
+}
+
 template <class E>
 void attend_all(const Paged &paged, kvs_pool *pool, int64_t start, int64_t stop, const void *query, float scale,
-                void *out, State result) {
+                const float *sinks, void *out, State result) {
     using Stored = typename E::Stored;
     const int64_t heads = paged.kv_heads * paged.group, dim = paged.dim, group = paged.group;
     const int64_t size = tokens_per_item(stop - start), first = start / size;
@@ -121,28 +134,25 @@ void attend_all(const Paged &paged, kvs_pool *pool, int64_t start, int64_t stop,
     if (!out) return;
     Stored *narrow = static_cast<Stored *>(out);
     for (int64_t h = 0; h < heads; h++)
-        for (int64_t i = 0; i < dim; i++) {
-            const float sum = result.u[h * dim + i];
-            narrow[h * dim + i] = E::narrow(result.l[h] == 0.0f ? 0.0f : sum / result.l[h]);
-        }
+        write_output<E>(dim, result.m[h], result.l[h], result.u + h * dim, sinks ? sinks + h : nullptr, narrow + h * dim);
 }
 
 }  // namespace
 }  // namespace kvs
 
 int32_t kvs_attend(const kvs_layout *layout, kvs_pool *pool, const uint64_t *addresses, int64_t segments, int64_t start,
-                   int64_t stop, const void *query, float scale, void *out, float *m, float *l, float *u) {
+                   int64_t stop, const void *query, float scale, const float *sinks, void *out, float *m, float *l,
+                   float *u) {
     if (kvs_status status = kvs::check_layout(layout)) return status;
     const kvs::Paged paged(*layout, addresses, segments);
     if (kvs_status status = paged.check_range(start, stop)) return status;
     const bool state = m && l && u;
     if (!query || (!state && (m || l || u)) || (!state && !out)) return KVS_NULL_POINTER;
+    const auto attend = layout->dtype == KVS_FLOAT32    ? kvs::attend_all<kvs::Float32>
+                        : layout->dtype == KVS_BFLOAT16 ? kvs::attend_all<kvs::Bfloat16>
+                                                        : kvs::attend_all<kvs::Float16>;
     try {
-        switch (layout->dtype) {
-            case KVS_FLOAT32: kvs::attend_all<kvs::Float32>(paged, pool, start, stop, query, scale, out, {m, l, u}); break;
-            case KVS_BFLOAT16: kvs::attend_all<kvs::Bfloat16>(paged, pool, start, stop, query, scale, out, {m, l, u}); break;
-            default: kvs::attend_all<kvs::Float16>(paged, pool, start, stop, query, scale, out, {m, l, u}); break;
-        }
+        attend(paged, pool, start, stop, query, scale, sinks, out, {m, l, u});
     } catch (const std::exception &) {
         return KVS_NO_MEMORY;
     }
@@ -150,12 +160,15 @@ int32_t kvs_attend(const kvs_layout *layout, kvs_pool *pool, const uint64_t *add
 }
 
 int32_t kvs_append_and_attend(const kvs_layout *layout, kvs_pool *pool, const uint64_t *addresses, int64_t segments,
-                              int64_t position, const void *key, int64_t key_head_stride, const void *value,
-                              int64_t value_head_stride, const void *query, float scale, void *out) {
+                              int64_t start, int64_t position, const void *key, int64_t key_head_stride,
+                              const void *value, int64_t value_head_stride, const void *query, float scale,
+                              const float *sinks, void *out) {
+    if (start < 0 || start > position) return KVS_OUT_OF_RANGE;
     if (int32_t status = kvs_append(layout, addresses, segments, position, 1, key, key_head_stride, 0, value,
                                     value_head_stride, 0))
         return status;
-    return kvs_attend(layout, pool, addresses, segments, 0, position + 1, query, scale, out, nullptr, nullptr, nullptr);
+    return kvs_attend(layout, pool, addresses, segments, start, position + 1, query, scale, sinks, out, nullptr, nullptr,
+                      nullptr);
 }
 
 int32_t kvs_merge(int64_t heads, int64_t head_dim, const float *m1, const float *l1, const float *u1, const float *m2,

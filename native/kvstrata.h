@@ -13,7 +13,7 @@
 #define KVS_API extern __attribute__((visibility("default")))
 #endif
 
-#define KVS_ABI_VERSION 1
+#define KVS_ABI_VERSION 2
 
 enum kvs_status {
     KVS_OK = 0,
@@ -37,7 +37,6 @@ typedef struct kvs_layout {
     int32_t chunk_tokens;  // a multiple of page_tokens
 } kvs_layout;
 
-
 typedef struct kvs_pool kvs_pool;
 
 KVS_API int32_t kvs_abi_version(void);
@@ -52,20 +51,22 @@ KVS_API int32_t kvs_pool_threads(const kvs_pool *pool);
 // Attention of one query row per head over tokens [start, stop). `query` is [query_heads][head_dim] in the cache dtype.
 // `out` (cache dtype, normalised) and the partial state `m`, `l` [query_heads] and `u` [query_heads][head_dim] (fp32,
 // unnormalised) are each optional; m, l and u come together. An empty range gives m = -inf, l = 0, u = 0 and out = 0.
+// `sinks`, [query_heads] or NULL, is one more score per head whose value is zero: it enters `out`, but not m, l and u.
+// Addresses of segments that hold none of the tokens are not looked at.
 KVS_API int32_t kvs_attend(const kvs_layout *layout, kvs_pool *pool, const uint64_t *addresses, int64_t segments,
-                           int64_t start, int64_t stop, const void *query, float scale, void *out, float *m, float *l,
-                           float *u);
+                           int64_t start, int64_t stop, const void *query, float scale, const float *sinks, void *out,
+                           float *m, float *l, float *u);
 
 // Copies rows [kv_heads][rows][head_dim] of the cache dtype to token positions start, start + 1, ... Strides in elements.
 KVS_API int32_t kvs_append(const kvs_layout *layout, const uint64_t *addresses, int64_t segments, int64_t start,
                            int64_t rows, const void *key, int64_t key_head_stride, int64_t key_row_stride,
                            const void *value, int64_t value_head_stride, int64_t value_row_stride);
 
-// One decode step: writes the row at `position`, then attends over [0, position + 1).
+// One decode step: writes the row at `position`, then attends over [start, position + 1), which is not empty.
 KVS_API int32_t kvs_append_and_attend(const kvs_layout *layout, kvs_pool *pool, const uint64_t *addresses,
-                                      int64_t segments, int64_t position, const void *key, int64_t key_head_stride,
-                                      const void *value, int64_t value_head_stride, const void *query, float scale,
-                                      void *out);
+                                      int64_t segments, int64_t start, int64_t position, const void *key,
+                                      int64_t key_head_stride, const void *value, int64_t value_head_stride,
+                                      const void *query, float scale, const float *sinks, void *out);
 
 // Copies tokens [start, stop) to [kv_heads][stop - start][head_dim] buffers whose heads lie `out_head_stride` elements
 // apart, in the cache dtype or, with as_float32, widened to fp32.

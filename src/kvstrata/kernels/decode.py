@@ -52,33 +52,47 @@ class DecodeAttention:
         """Native level in use, or ``torch``."""
         return self._native.level if self._native else "torch"
 
-    def append_and_attend(self, key: Tensor, value: Tensor, query: Tensor, table: BlockTable, position: int) -> Tensor:
-        """Writes the row at `position`, then attends over tokens [0, position].
+    def append_and_attend(
+        self,
+        key: Tensor,
+        value: Tensor,
+        query: Tensor,
+        table: BlockTable,
+        position: int,
+        *,
+        scale: float | None = None,
+        start: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Writes the row at `position`, then attends over tokens [start, position].
 
         `key` and `value` are [1, kv_heads, 1, head_dim], `query` [1, query_heads, 1, head_dim], all of the cache dtype.
-        Returns [1, 1, query_heads, head_dim], contiguous, of the cache dtype.
+        `scale` and `sinks` as in `attend`. Returns [1, 1, query_heads, head_dim], contiguous, of the cache dtype.
         """
         native = self._native
         if native is None or not table.native:
+            self._check_step(table, start, position)
             self.append(key, value, table, position)
-            return self.attend(query, table, position + 1)
+            return self.attend(query, table, position + 1, scale=scale, start=start, sinks=sinks)
         if key.shape != self._row_shape or value.shape != self._row_shape:
             raise _invalid(f"key and value must be {self._row_shape}, got {tuple(key.shape)} and {tuple(value.shape)}")
         if not key.dtype == value.dtype == self._dtype:
             raise _invalid(f"key and value must be {self._dtype}, got {key.dtype} and {value.dtype}")
         query = self._checked_query(query)
+        if sinks is not None:
+            sinks = self._checked_sinks(sinks, query.device)
         key_stride, value_stride = key.stride(), value.stride()
         if key_stride[3] != 1 or value_stride[3] != 1:
             key, value = key.contiguous(), value.contiguous()
             key_stride, value_stride = key.stride(), value.stride()
         out = query.new_empty(self._out_shape)
         status = native.append_and_attend(
-            self._geometry, self._pool, table.pointer, len(table.segments), position,
-            key.data_ptr(), key_stride[1], value.data_ptr(), value_stride[1],
-            query.data_ptr(), self.scale, out.data_ptr(),
+            self._geometry, self._pool, table.pointer, len(table.segments), start, position,
+            key.data_ptr(), key_stride[1], value.data_ptr(), value_stride[1], query.data_ptr(),
+            self.scale if scale is None else scale, None if sinks is None else sinks.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         if status:
-            self._check_range(table, position, position + 1)
+            self._check_step(table, start, position)
             native.check(status)
         return out
 
@@ -102,35 +116,58 @@ class DecodeAttention:
         )  # fmt: skip
         self._native.check(status)
 
-    def attend(self, query: Tensor, table: BlockTable, tokens: int) -> Tensor:
-        """Attention of `query` [1, query_heads, 1, head_dim] over tokens [0, tokens).
+    def attend(
+        self,
+        query: Tensor,
+        table: BlockTable,
+        tokens: int,
+        *,
+        scale: float | None = None,
+        start: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of `query` [1, query_heads, 1, head_dim] over tokens [start, tokens).
+
+        - scale: multiplies the scores (default: `self.scale`).
+        - start: first token that is seen; for a sliding window of w tokens, max(0, tokens - w). Segments that hold none
+          of the tokens are not read, and their addresses may be invalid.
+        - sinks: [query_heads], one more score for each head whose value is zero (see `PartialState.with_sinks`);
+          converted unless fp32 and contiguous.
 
         Returns [1, 1, query_heads, head_dim], contiguous, of the cache dtype; zeros for no tokens.
         """
         query = self._checked_query(query)
-        self._check_range(table, 0, tokens)
+        self._check_range(table, start, tokens)
+        scale = self.scale if scale is None else scale
+        if sinks is not None:
+            sinks = self._checked_sinks(sinks, query.device)
         if self._native is None or not table.native:
-            state = attend_pages(table, query.view(self._out_shape[2:]), 0, tokens, self.scale)
+            state = attend_pages(table, query.view(self._out_shape[2:]), start, tokens, scale)
+            if sinks is not None:
+                state = state.with_sinks(sinks)
             return state.output(self._dtype).view(self._out_shape)
         out = query.new_empty(self._out_shape)
         status = self._native.attend(
-            self._geometry, self._pool, table.pointer, len(table.segments), 0, tokens,
-            query.data_ptr(), self.scale, out.data_ptr(), None, None, None,
+            self._geometry, self._pool, table.pointer, len(table.segments), start, tokens, query.data_ptr(),
+            scale, None if sinks is None else sinks.data_ptr(), out.data_ptr(), None, None, None,
         )  # fmt: skip
         self._native.check(status)
         return out
 
-    def partial(self, query: Tensor, table: BlockTable, start: int, stop: int) -> PartialState:
-        """State [query_heads] of `query` [1, query_heads, 1, head_dim] over tokens [start, stop)."""
+    def partial(
+        self, query: Tensor, table: BlockTable, start: int, stop: int, *, scale: float | None = None
+    ) -> PartialState:
+        """State [query_heads] of `query` [1, query_heads, 1, head_dim] over tokens [start, stop); see `attend`."""
         query = self._checked_query(query)
         self._check_range(table, start, stop)
+        scale = self.scale if scale is None else scale
         if self._native is None or not table.native:
-            return attend_pages(table, query.view(self._out_shape[2:]), start, stop, self.scale)
+            return attend_pages(table, query.view(self._out_shape[2:]), start, stop, scale)
         heads, dim = self._out_shape[2:]
         state = PartialState(torch.empty(heads), torch.empty(heads), torch.empty(heads, dim))
         status = self._native.attend(
             self._geometry, self._pool, table.pointer, len(table.segments), start, stop,
-            query.data_ptr(), self.scale, None, state.m.data_ptr(), state.l.data_ptr(), state.u.data_ptr(),
+            query.data_ptr(), scale, None, None, state.m.data_ptr(), state.l.data_ptr(), state.u.data_ptr(),
         )  # fmt: skip
         self._native.check(status)
         return state
@@ -164,6 +201,16 @@ class DecodeAttention:
         if query.shape != self._query_shape or query.dtype != self._dtype:
             raise _invalid(f"query must be {self._dtype} {self._query_shape}, got {query.dtype} {tuple(query.shape)}")
         return query if query.stride()[1::2] == self._query_stride else query.contiguous()
+
+    def _checked_sinks(self, sinks: Tensor, device: torch.device) -> Tensor:
+        if sinks.shape != self._query_shape[1:2]:
+            raise _invalid(f"sinks must be {self._query_shape[1:2]}, got {tuple(sinks.shape)}")
+        return sinks.detach().to(device, torch.float32).contiguous()
+
+    def _check_step(self, table: BlockTable, start: int, position: int) -> None:
+        self._check_range(table, position, position + 1)
+        if not 0 <= start <= position:
+            raise _invalid(f"start must be from 0 to the position {position}, got {start}")
 
     def _check_range(self, table: BlockTable, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= table.capacity:

@@ -23,7 +23,7 @@ __all__ = ["ENVIRONMENT", "KernelReport", "NativeKernels", "NativeLayout", "avai
 ENVIRONMENT = "KVSTRATA_ISA"
 """Environment variable that names a level, or ``torch`` for no native code."""
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LEVELS = tuple(LEVEL_FLAGS)
 TORCH = "torch"
 _CPU_BITS = {"portable": 1, "avx2": 2, "avx512": 4}
@@ -87,12 +87,12 @@ class NativeKernels:
         paged = (pointer, size)
         rows = (pointer, size, size)
         self.attend = _bind(
-            library, "kvs_attend", pointer, pointer, *paged, size, size, pointer, c_float, *[pointer] * 4
+            library, "kvs_attend", pointer, pointer, *paged, size, size, pointer, c_float, *[pointer] * 5
         )
         self.append = _bind(library, "kvs_append", pointer, *paged, size, size, *rows, *rows)
         self.append_and_attend = _bind(
             library, "kvs_append_and_attend",
-            pointer, pointer, *paged, size, pointer, size, pointer, size, pointer, c_float, pointer,
+            pointer, pointer, *paged, size, size, pointer, size, pointer, size, pointer, c_float, pointer, pointer,
         )  # fmt: skip
         self.gather = _bind(
             library, "kvs_gather", pointer, pointer, *paged, size, size, pointer, pointer, size, c_int32

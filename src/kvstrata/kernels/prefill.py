@@ -9,6 +9,7 @@ piece is read once for the whole group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,18 +61,26 @@ class PrefillWorkspace:
         return views
 
 
-def prefill_workspace_bytes(layout: SegmentLayout, rows: int, piece_tokens: int = PIECE_TOKENS) -> int:
+def prefill_workspace_bytes(
+    layout: SegmentLayout, rows: int, piece_tokens: int = PIECE_TOKENS, window: int | None = None
+) -> int:
     """Bytes that `prefill_attention` uses on the CPU beyond its inputs and its output, for a block of `rows` rows.
 
     Counts the `PrefillWorkspace` and what each call allocates for a moment: two fp32 outputs, the logarithms of their
-    denominators, and the score blocks of PyTorch's attention operator, one for each of its threads.
+    denominators, the score blocks of PyTorch's attention operator, one for each of its threads, and, with a `window` in
+    tokens, one reversed piece. The workspace itself does not depend on the window, and a layer without one needs no
+    more than a layer with one.
     """
     _check_sizes(rows, piece_tokens)
     outputs = 2 * layout.query_heads * rows * layout.head_dim
     denominators = 4 * layout.query_heads * rows
     triangle = _operator_floats(layout, rows, rows)
     operator = max(triangle, _operator_floats(layout, layout.query_group * rows, piece_tokens))
-    return 4 * (_held_floats(layout, rows, piece_tokens) + outputs + denominators + operator)
+    reversed_piece = 0
+    if window is not None:
+        _check_window(window)
+        reversed_piece = 2 * layout.kv_heads * min(piece_tokens, rows - 1, window - 1) * layout.head_dim
+    return 4 * (_held_floats(layout, rows, piece_tokens) + outputs + denominators + operator + reversed_piece)
 
 
 def prefill_attention(
@@ -83,12 +92,21 @@ def prefill_attention(
     scale: float,
     gather: Gather,
     workspace: PrefillWorkspace,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of n query rows at positions past_tokens, ..., past_tokens + n - 1 over all rows up to their own.
 
     `query` is [1, query_heads, n, head_dim]; `key_new` and `value_new` [1, kv_heads, n, head_dim] are the rows of the
-    block itself, which need not be in `table` yet. `gather` is `DecodeAttention.gather`. Returns
-    [1, n, query_heads, head_dim], contiguous, of the cache dtype. Scores, softmax and merge are fp32 for every dtype.
+    block itself, which need not be in `table` yet. `gather` is `DecodeAttention.gather`.
+
+    With `window`, the row at position p sees the `window` tokens (p - window, p] only. Segments that hold no token of
+    any row's window are not read, and their addresses may be invalid. `sinks` [query_heads] are one more score for each
+    head whose value is zero (see `PartialState.with_sinks`).
+
+    Returns [1, n, query_heads, head_dim], contiguous, of the cache dtype. Scores, softmax and merge are fp32 for every
+    dtype.
     """
     layout = workspace.layout
     rows = query.shape[2] if query.dim() == 4 else 0
@@ -102,34 +120,104 @@ def prefill_attention(
         )
     if not 0 <= past_tokens <= table.capacity:
         raise _invalid(f"past_tokens must be from 0 to {table.capacity}, got {past_tokens}")
+    if window is not None:
+        _check_window(window)
+    if sinks is not None:
+        if sinks.shape != (layout.query_heads,):
+            raise _invalid(f"sinks must be ({layout.query_heads},), got {tuple(sinks.shape)}")
+        sinks = sinks.detach().to(query.device, torch.float32).view(kv_heads, group, 1)
 
-    q, k_new, v_new, pieces = workspace.carve(
-        (kv_heads, group, rows, dim),
-        (kv_heads, 1, rows, dim),
-        (kv_heads, 1, rows, dim),
-        (2 * kv_heads * min(workspace.piece_tokens, max(past_tokens, 1)) * dim,),
+    most = rows if window is None else min(rows, window)
+    q_space, new, pieces = workspace.carve(
+        (layout.query_heads * most * dim,),
+        (2, kv_heads, rows, dim),
+        (2 * kv_heads * workspace.piece_tokens * dim,),
     )
-    q.view(query.shape).copy_(query)
-    k_new.copy_(key_new.transpose(0, 1))
-    v_new.copy_(value_new.transpose(0, 1))
-    out, lse = _attend(q, k_new.expand(q.shape), v_new.expand(q.shape), scale, causal=True)
+    new[0].copy_(key_new[0])
+    new[1].copy_(value_new[0])
+    history = _History(table, past_tokens, new, gather, pieces, workspace.piece_tokens)
+    result = None
+    for begin in range(0, rows, most):
+        end = min(rows, begin + most)
+        q = q_space[: layout.query_heads * (end - begin) * dim].view(kv_heads, group, end - begin, dim)
+        q.view(1, layout.query_heads, end - begin, dim).copy_(query[:, :, begin:end])
+        out = _attend_block(q, past_tokens + begin, history, scale, window, sinks)
+        if result is None:  # not earlier: the operator's buffers are free again now
+            result = torch.empty((1, rows, layout.query_heads, dim), dtype=torch_dtype(layout), device=query.device)
+        result[0, begin:end].view(end - begin, kv_heads, group, dim).copy_(out.permute(2, 0, 1, 3))
+        del out
+    assert result is not None
+    return result
+
+
+@dataclass(frozen=True)
+class _History:
+    """Rows before and inside the block as fp32 pieces: those before it from the table, its own from `new`."""
+
+    table: BlockTable
+    past: int
+    new: Tensor
+    gather: Gather
+    buffer: Tensor
+    piece_tokens: int
+
+    def piece(self, start: int, stop: int) -> Tensor:
+        """K and V [2, kv_heads, stop - start, head_dim] of at most `piece_tokens` tokens; valid until the next call."""
+        own = self.new[:, :, max(0, start - self.past) : max(0, stop - self.past)]
+        if start >= self.past:
+            return own
+        heads, dim = own.shape[1], own.shape[3]
+        piece = self.buffer[: 2 * heads * (stop - start) * dim].view(2, heads, stop - start, dim)
+        before = min(stop, self.past) - start
+        self.gather(self.table, start, start + before, piece[0, :, :before], piece[1, :, :before])
+        piece[:, :, before:].copy_(own)
+        return piece
+
+
+def _attend_block(
+    q: Tensor, position: int, history: _History, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Output [kv_heads, group, n, head_dim] of n rows `q` at `position`, ..., n at most `window`. Overwrites `q`."""
+    kv_heads, group, rows, dim = q.shape
+    seen_by_first, seen_by_all = 0, 0
+    if window is not None:
+        seen_by_first, seen_by_all = max(0, position + 1 - window), max(0, position + rows - window)
+    key, value = history.new[:, :, None, position - history.past : position - history.past + rows]
+    out, lse = _attend(q, key.expand(q.shape), value.expand(q.shape), scale, causal=True)
 
     folded = q.view(1, kv_heads, group * rows, dim)
-    for start in range(0, past_tokens, workspace.piece_tokens):
-        stop = min(past_tokens, start + workspace.piece_tokens)
-        key, value = pieces[: 2 * kv_heads * (stop - start) * dim].view(2, kv_heads, stop - start, dim)
-        gather(table, start, stop, key, value)
+    for start in range(seen_by_all, position, history.piece_tokens):
+        key, value = history.piece(start, min(position, start + history.piece_tokens))
         more, more_lse = _attend(folded, key.unsqueeze(0), value.unsqueeze(0), scale, causal=False)
-        more, more_lse = more.view(q.shape), more_lse.view(lse.shape)
-        merged = torch.logaddexp(lse, more_lse)
-        out.mul_((lse - merged).exp_().unsqueeze(-1))
-        out.addcmul_(more, (more_lse - merged).exp_().unsqueeze(-1))
-        lse = merged
+        _merge(out, lse, more.view(out.shape), more_lse.view(lse.shape))
         del more, more_lse  # before the next piece's are allocated: the workspace counts one
 
-    result = torch.empty((1, rows, layout.query_heads, dim), dtype=torch_dtype(layout), device=query.device)
-    result.view(rows, kv_heads, group, dim).copy_(out.permute(2, 0, 1, 3))
-    return result
+    if seen_by_first < seen_by_all:
+        # Row i no longer sees the first i of these tokens. With rows and tokens in reverse order that is the causal
+        # triangle again, without the last row, which sees none: no mask is built, and no row is left without a token.
+        q.copy_(q.flip(2))
+        out, lse = out.flip(2), lse.flip(2)
+        for stop in range(seen_by_all, seen_by_first, -history.piece_tokens):
+            start = max(seen_by_first, stop - history.piece_tokens)
+            first = 1 + seen_by_all - stop
+            shape = (kv_heads, group, stop - start, dim)
+            key, value = history.piece(start, stop).flip(2).unsqueeze(2)
+            more, more_lse = _attend(q[:, :, first:], key.expand(shape), value.expand(shape), scale, causal=True)
+            _merge(out[:, :, first:], lse[:, :, first:], more, more_lse)
+            del more, more_lse, key, value
+        out, lse = out.flip(2), lse.flip(2)
+
+    if sinks is not None:
+        out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
+    return out
+
+
+def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Adds a piece's normalised output and the logarithm of its denominator to those so far, in place."""
+    merged = torch.logaddexp(lse, more_lse)
+    out.mul_(lse.sub_(merged).exp_().unsqueeze(-1))
+    out.addcmul_(more, (more_lse - merged).exp_().unsqueeze(-1))
+    lse.copy_(merged)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -168,6 +256,11 @@ def _check_sizes(rows: int, piece_tokens: int) -> None:
         raise _invalid(f"rows must be at least 1, got {rows}")
     if piece_tokens < 1:
         raise _invalid(f"piece_tokens must be at least 1, got {piece_tokens}")
+
+
+def _check_window(window: int) -> None:
+    if window < 1:
+        raise _invalid(f"window must be at least 1, got {window}")
 
 
 def _invalid(cause: str) -> ConfigurationError:

@@ -59,6 +59,14 @@ class PartialState:
             self.u * ours.unsqueeze(-1) + other.u * theirs.unsqueeze(-1),
         )
 
+    def with_sinks(self, sinks: Tensor) -> PartialState:
+        """The state with one more row, of score `sinks` [...] and a value of zero.
+
+        This is how an attention sink enters the softmax (Xiao et al. 2023, "Efficient streaming language models with
+        attention sinks", section 3.3, as a learned score for each head): it takes weight and gives nothing.
+        """
+        return self.merge(PartialState(sinks, torch.ones_like(self.l), torch.zeros_like(self.u)))
+
     def output(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normalised attention output [..., head_dim]; zero where there were no rows."""
         normaliser = self.l.unsqueeze(-1)
