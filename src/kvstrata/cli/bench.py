@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstrata.cli.exits import ExitCode
+from kvstrata.cli.model_options import GemmaTermsOption, ModelOption
 from kvstrata.cli.options import JsonOption
 from kvstrata.cli.output import Output
 from kvstrata.lab.bench import BENCHES, BenchReport, run_bench
@@ -24,7 +25,8 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(BENCHES)}, or `all`.")] = "all",
-    model: Annotated[str, typer.Option("--model", help="As for `kvstrata generate`.")] = "smollm2",
+    model: ModelOption = "smollm2",
+    accept_gemma_terms: GemmaTermsOption = False,
     dtype: Annotated[
         list[str] | None, typer.Option("--dtype", help="Repeat for several; default: the bench's.")
     ] = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvstrata.cli.exits import ExitCode, exit_code
-from kvstrata.cli.model_options import BudgetOption, DtypeOption, ModelOption
+from kvstrata.cli.model_options import BudgetOption, DtypeOption, GemmaTermsOption, ModelOption
 from kvstrata.cli.model_session import (
     MaxNewTokensOption,
     OptionalStoreOption,
@@ -48,6 +48,7 @@ def register(app: typer.Typer) -> None:
 
 def chat(
     model: ModelOption = "smollm2",
+    accept_gemma_terms: GemmaTermsOption = False,
     dtype: DtypeOption = "auto",
     store: OptionalStoreOption = None,
     budget: BudgetOption = None,

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstrata.cli.exits import ExitCode, exit_code
-from kvstrata.cli.model_options import DtypeOption, ModelOption
+from kvstrata.cli.model_options import DtypeOption, GemmaTermsOption, ModelOption
 from kvstrata.cli.options import JsonOption
 from kvstrata.cli.output import Output
 from kvstrata.lab.demo import FULL_TOKENS, QUICK_TOKENS, DemoOptions, DemoOutcome, run_demo
@@ -32,6 +32,7 @@ def demo(
     ),
     quick: Annotated[bool, typer.Option("--quick", help=f"Read {QUICK_TOKENS} tokens, not {FULL_TOKENS}.")] = False,
     model: ModelOption = "smollm2",
+    accept_gemma_terms: GemmaTermsOption = False,
     dtype: DtypeOption = "auto",
     tokens: Annotated[int | None, typer.Option("--tokens", metavar="N", help="Length of the prompt.")] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", metavar="N", help="Length of the answer.")] = 32,

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from kvstrata.cli.exits import ExitCode
-from kvstrata.cli.model_options import BudgetOption, DtypeOption, ModelOption
+from kvstrata.cli.model_options import BudgetOption, DtypeOption, GemmaTermsOption, ModelOption
 from kvstrata.cli.model_session import (
     MaxNewTokensOption,
     OptionalStoreOption,
@@ -45,6 +45,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt, or - for stdin.")] = None,
     file: Annotated[Path | None, typer.Option("--file", metavar="PATH", help="Read the prompt from a file.")] = None,
     model: ModelOption = "smollm2",
+    accept_gemma_terms: GemmaTermsOption = False,
     dtype: DtypeOption = "auto",
     store: OptionalStoreOption = None,
     budget: BudgetOption = None,

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
-__all__ = ["BudgetOption", "DtypeOption", "ModelOption"]
+__all__ = ["GEMMA_TERMS_VARIABLE", "BudgetOption", "DtypeOption", "GemmaTermsOption", "ModelOption"]
+
+GEMMA_TERMS_VARIABLE = "KVSTRATA_ACCEPT_GEMMA_TERMS"
+"""What the engine asks for; importing the engine only for this name would cost every command seconds."""
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", metavar="MODEL", help="smollm2, a Transformers directory, a .gguf file, or a hub id."),
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="smollm2, gemma3-270m, a Transformers directory, a .gguf file, or a hub id.",
+    ),
 ]
 """`--model MODEL`; the default is `"smollm2"`."""
+
+
+def _accept(accepted: bool) -> bool:
+    # The processes that a command starts inherit it.
+    if accepted:
+        os.environ[GEMMA_TERMS_VARIABLE] = "1"
+    return accepted
+
+
+GemmaTermsOption = Annotated[
+    bool,
+    typer.Option(
+        "--accept-gemma-terms",
+        callback=_accept,
+        help="Accept the Gemma Terms of Use, https://ai.google.dev/gemma/terms, for gemma3-270m.",
+    ),
+]
+"""`--accept-gemma-terms`; the default is `False`. Works by itself: the command need not read it."""
 
 DtypeOption = Annotated[
     str,
