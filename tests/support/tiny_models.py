@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     import transformers
 
     stem, own = _FAMILIES[family]
-    values = _COMMON | own | overrides
+    values = copy.deepcopy(_COMMON | own | overrides)
     if stem == "GPTNeoX":
         del values["num_key_value_heads"]
     name = "Gemma3TextConfig" if stem == "Gemma3" else f"{stem}Config"

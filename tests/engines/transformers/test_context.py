@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import FAMILY_NAMES, tiny_model
 
-from kvstrata.contract.identity import ModelIdentity, Namespace, first_difference
+from kvstrata.contract.identity import ChunkContext, ModelIdentity, Namespace, first_difference
 from kvstrata.engines.transformers.context import chunk_context, segment_layout, weights_identity
 from kvstrata.errors import ConfigurationError, Reason, UnsupportedError
 
@@ -51,17 +52,48 @@ def test_a_changed_configuration_is_another_model(tiny_llama: Callable[..., Any]
 
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
-def test_scaled_positions_are_part_of_the_context(tiny_llama: Callable[..., Any], rope: str) -> None:
-    plain, scaled = tiny_llama(), tiny_llama()
-    scaled.config.rope_parameters |= {"rope_type": rope, "factor": 4.0}
-    difference = first_difference(context(plain), context(scaled))
+def test_scaled_positions_are_part_of_the_context(rope: str) -> None:
+    def scaled(factor: float) -> Any:
+        settings = {"rope_type": rope, "rope_theta": 10000.0, "factor": factor}
+        if rope != "linear":
+            settings["original_max_position_embeddings"] = 512
+        if rope == "llama3":
+            settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        return context(tiny_model("llama", rope_parameters=settings))
+
+    difference = first_difference(context(tiny_model("llama")), scaled(4.0))
     assert difference is not None
     assert difference.field == "position.rope_type"
-    other = tiny_llama()
-    other.config.rope_parameters |= {"rope_type": rope, "factor": 8.0}
-    difference = first_difference(context(scaled), context(other))
+    difference = first_difference(scaled(4.0), scaled(8.0))
     assert difference is not None
     assert difference.field == "position.parameters"
+
+
+def test_windows_are_part_of_the_context() -> None:
+    """Rows of deeper layers depend on what the rows below them could see."""
+    difference = first_difference(*(context(tiny_model("mistral", sliding_window=width)) for width in (48, 49)))
+    assert difference is not None
+    assert difference.field == "position.parameters"
+    assert "48,48,48" in difference.stored
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_every_family_has_a_context_and_a_layout(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model(name, dtype=dtype)
+        found, layout = context(model), segment_layout(model, 64)
+        assert found.abi.layers == model.config.num_hidden_layers
+        assert found.abi.dtype == layout.dtype == str(dtype).removeprefix("torch.")
+        assert (found.abi.query_heads, layout.query_heads) == (4, 4)
+        assert found.abi.kv_heads == layout.kv_heads == (4 if name.startswith("gpt_neox") else 2)
+        assert found.abi.head_dim == layout.head_dim == 16
+        assert ChunkContext.from_json(found.to_json()).digest == found.digest
+
+
+def test_families_do_not_share_rows() -> None:
+    """Two families may have the same geometry and position rule; what tells them apart is the artefact."""
+    digests = {context(tiny_model(name), identity=weights_identity(tiny_model(name))).digest for name in FAMILY_NAMES}
+    assert len(digests) == len(FAMILY_NAMES)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope", "unheard-of"])

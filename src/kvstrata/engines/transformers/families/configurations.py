@@ -23,11 +23,16 @@ _ALIBI = ("bloom", "mpt")
 _SUB_CONFIGURATIONS = ("text_config", "vision_config", "audio_config", "thinker_config")
 _GEOMETRY = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 _GEOMETRY_BY_LAYER = ("block_configs", "num_key_value_heads_per_layer", "global_head_dim", "num_query_heads")
+"""Settings by which published architectures (DeciLM, OpenELM, Gemma 4) give layers heads of their own."""
 
 
 def architecture_refusals(config: Any) -> Iterator[Refusal]:
     """Reasons that hold whatever the family is, the most telling first."""
     kind = getattr(config, "model_type", None)
+    if getattr(config, "is_heterogeneous", False):
+        names = ", ".join(sorted(getattr(config, "per_layer_attributes", None) or ()))
+        yield Refusal("layers_differ", f"per_layer_config is set: layers differ in {names}")
+        return  # Such a configuration does not let its attributes be read.
     if getattr(config, "is_encoder_decoder", False):
         yield Refusal("encoder_decoder", "is_encoder_decoder=True: decoder rows depend on an encoder's input")
     parts = [name for name in _SUB_CONFIGURATIONS if getattr(config, name, None) is not None]
@@ -90,7 +95,7 @@ def _layer_types(config: Any, kind: str | None) -> Iterator[Refusal]:
     strange = sorted({str(name) for name in types} - _ATTENTION_TYPES - {"chunked_attention"})
     if strange:
         yield Refusal(
-            "hybrid_layers", f"layer_types has {', '.join(strange)}: not all layers keep a row for each token"
+            "hybrid_layers", f"layer_types has {', '.join(strange)}: they do not keep and read a row of each token"
         )
     elif kind in _STATE_SPACE:
         yield Refusal(
