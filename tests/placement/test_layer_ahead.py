@@ -41,7 +41,7 @@ class Parts:
     def plan(self, history: History, *, writable: bool = True, depth: int = 2) -> LayerAhead:
         publisher = self.publisher if writable else None
         return LayerAhead(
-            history, LAYOUT, self.backing.segment, self.promoter, publisher, lambda slots: 1000 * slots, depth
+            [history], LAYOUT, self.backing.segment, self.promoter, publisher, lambda slots: 1000 * slots, depth
         )
 
     def close(self) -> None:
@@ -70,17 +70,18 @@ def publish(parts: Parts, history: History) -> None:
 
 def step(plan: LayerAhead, rows: int = 1) -> StepReceipt:
     """One step in which every layer finds the right bytes in its table."""
-    history, start = plan.history, plan.history.frontier
+    (history,) = plan.histories
+    start = history.frontier
     plan.begin_step(rows)
     for layer in range(LAYERS):
-        table = plan.before_layer(layer)
+        (table,) = plan.before_layer(layer)
         assert table.capacity >= start + rows
         for index in range(len(history.chunks)):
             ids = history.token_ids[index * SIZE : (index + 1) * SIZE]
             assert table.segments[index].numpy().tobytes() == segment_bytes(ids, layer)
         plan.after_layer(layer)
     sealed = history.commit(rows, make_ids(rows, start))
-    return plan.end_step(start, rows, len(sealed))
+    return plan.end_step(len(sealed))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_prompt_that_is_let_in_fits_every_step(tokens: int, rows: int, slots: 
         stop = min(stop, tokens - 1) if start < tokens - 1 else stop
         chunks = start // SIZE
         tail = -(-stop // SIZE) - chunks
-        assert plan_residency(slots, LAYERS, chunks, tail) is not None, (start, stop)
+        assert plan_residency(slots, [LAYERS] * chunks, tail * LAYERS) is not None, (start, stop)
         start = stop
 
 

@@ -87,7 +87,7 @@ def chunk_files(store: Path) -> list[Path]:
 def rows_of(memory: Memory, request: Any, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """K and V [kv_heads, tokens, head_dim] of every layer, as the kernels would read them; all must be in memory."""
     layout, result = memory.layout, []
-    for table in request.plan.tables:
+    for table in request.plan.tables[0].layers:
         pair = [torch.empty(layout.kv_heads, tokens, layout.head_dim, dtype=memory.model.dtype) for _ in range(2)]
         memory.kernel.gather(table, 0, tokens, *pair)
         result.append((pair[0], pair[1]))

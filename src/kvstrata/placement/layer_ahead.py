@@ -1,8 +1,8 @@
 """Exact decoding with part of the history in files: cold segments come back ahead of the layer that needs them.
 
-A fixed set of chunks stays resident in all layers. The others are read into slots one or two layers ahead and leave
-again when their layer is done, so that the memory holds at most `depth` layers of them. Every legal row enters
-attention; only its place differs.
+A fixed set of chunks stays resident in the layers that read them. The others are read into slots one or two layers
+ahead and leave again when their layer is done, so that the memory holds at most `depth` layers of them. Every legal row
+enters attention; only its place differs.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-import numpy as np
 import torch
 
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.states import FileReplicaState
-from kvstrata.cost.residency import plan_residency, required_slots
+from kvstrata.cost.residency import ResidencyPlan, plan_residency, required_slots
 from kvstrata.errors import BudgetError, Reason, StateError, StoreError
 from kvstrata.kernels.block_table import BlockTable
+from kvstrata.placement.tables import HistoryTables
 from kvstrata.ports import Clock
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.history import History
 from kvstrata.store.promotion import Batch, Promoter
 from kvstrata.store.publication import Publisher
-from kvstrata.tiers.memory import Grant
 
 __all__ = ["LayerAhead"]
 
@@ -34,13 +34,15 @@ class LayerAhead:
     """The exact plan of one request. Used by one thread: begin_step, then before_layer and after_layer for every layer
     in order, then end_step or abort_step.
 
-    history: the request's rows. segment: the tensor of a slot, uint8. promoter, publisher: None without a file tier.
-    budget_for: turns slots into the bytes of a budget that would give that many. depth: layers in flight.
+    histories: those of the request's sequences; chunks that they share are held and read once. `replace` exchanges
+    them. tables: of each history. windows: for each layer the tokens that a row sees, its own included, or `None` for
+    all. segment: the tensor of a slot, uint8. promoter, publisher: None without a file tier. budget_for: turns slots
+    into the bytes of a budget that would give that many. depth: layers in flight.
     """
 
     def __init__(
         self,
-        history: History,
+        histories: Sequence[History],
         layout: SegmentLayout,
         segment: Callable[[int], torch.Tensor],
         promoter: Promoter | None,
@@ -48,12 +50,14 @@ class LayerAhead:
         budget_for: Callable[[int], int],
         depth: int = 2,
         clock: Clock = time.perf_counter,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
-        self.history = history
-        self.directory: Directory = history.directory
+        self.directory: Directory = histories[0].directory
         self.layers = self.directory.layers
-        self.tables = [BlockTable(layout) for _ in range(self.layers)]
         self.dirty = True
+        self._windows = tuple(windows) if windows is not None else (None,) * self.layers
+        self._distinct = tuple(sorted({window for window in self._windows if window is not None}))
+        self._layout = layout
         self._segment = segment
         self._promoter = promoter
         self._publisher = publisher
@@ -61,44 +65,53 @@ class LayerAhead:
         self._wanted_depth = depth
         self._clock = clock
         self._depth = 0
-        self._kept: set[int] = set()
-        self._cold: list[int] = []
-        self._missing: set[int] = set()
+        self._records: list[ChunkRecord] = []
+        self._readers: list[set[int | None]] = []
+        self._cold: list[ChunkRecord] = []
+        self._stageable: set[int] = set()
         self._staged: dict[int, Batch] = {}
         self._next_layer = 0
-        self._planned: tuple[int, int, int] | None = None
-        self._grants = np.zeros((2, self.layers, 0), np.int64)
-        self._verified = [-1] * self.layers
-        self._addresses: dict[int, int] = {}
+        self._planned: tuple[object, ...] | None = None
         self.staged_peak = 0
-        self._reset_counters()
+        self.histories: list[History] = []
+        self.tables: list[HistoryTables] = []
+        self.replace(histories)
+        self._reset_counters(())
 
-    def begin_step(self, rows: int) -> None:
-        """Make room for `rows` more rows and start the first reads. Blocks while chunks must be written to make room.
+    def replace(self, histories: Sequence[History]) -> None:
+        """Plan for other histories of the same directory from the next step on."""
+        self.abort_step()
+        self.histories = list(histories)
+        arena = self.directory.arena
+        self.tables = self.tables[: len(histories)]
+        while len(self.tables) < len(histories):
+            self.tables.append(HistoryTables(arena, self.layers, self._layout, self._segment))
 
-        Errors: `BudgetError` when the tail and one layer's segments do not fit, with the budget that would do;
+    def begin_step(self, *rows: int) -> None:
+        """Make room for `rows` more rows of each history and start the first reads. Blocks while chunks must be written
+        to make room.
+
+        Errors: `BudgetError` when the tails and one layer's segments do not fit, with the budget that would do;
         `StoreError` when room could only be made by writing, and writing failed.
         """
-        self._reset_counters()
-        history = self.history
-        state = (len(history.chunks), history.tail_chunks_for(rows), history.version)
-        if self.dirty or state != self._planned:
+        self._reset_counters(rows)
+        if self.dirty or self._state(rows) != self._planned:
             self._replan(rows)
-            self._planned = (len(history.chunks), history.tail_chunks_for(rows), history.version)
+            self._planned = self._state(rows)
             self.dirty = False
         self._stage()
 
-    def before_layer(self, layer: int) -> BlockTable:
-        """The block table of `layer`, complete. Blocks until the cold segments have arrived and been verified.
+    def before_layer(self, layer: int) -> list[BlockTable]:
+        """The block tables of `layer`, one for each history. Blocks until the cold segments have arrived and been
+        verified. Entries of chunks that lie behind the layer's window are not to be read.
 
         Errors: `DamagedError` or `StoreError` from reading; the step must be aborted then.
         """
         batch = self._staged.get(layer)
-        if batch is None and (self._cold or layer in self._missing):
-            if self._stage_layer(layer):
-                batch = self._staged.get(layer)
-            if batch is None:
+        if batch is None and layer in self._stageable:
+            if not self._stage_layer(layer):
                 raise StateError(Reason.NOT_COMMITTED, f"no slots are free for the cold segments of layer {layer}")
+            batch = self._staged.get(layer)
         if batch is not None:
             start = self._clock()
             # Taken off the list afterwards: an interrupt while waiting must not lose the slots.
@@ -108,34 +121,31 @@ class LayerAhead:
             self._moved_bytes += nbytes
             self._moved_segments += len(batch.items)
             self._read_s += read_s
-            self._enter_layer(layer)
-        arena = self.directory.arena
-        epoch = arena.epoch
-        if self._verified[layer] != epoch:
-            slots, generations = self._grants[0, layer], self._grants[1, layer]
-            if not (arena.generations[slots] == generations).all():
-                raise StateError(Reason.NOT_COMMITTED, f"a slot of layer {layer} changed hands under its table")
-            self._verified[layer] = epoch
-        return self.tables[layer]
+            for tables, history in zip(self.tables, self.histories, strict=True):
+                tables.enter_chunks(history, layer)
+        window = self._windows[layer]
+        return [
+            tables.verified(layer, self._first_chunk(history, window))
+            for tables, history in zip(self.tables, self.histories, strict=True)
+        ]
 
     def after_layer(self, layer: int) -> None:
         """Give the cold segments of `layer` up and start reading for a later layer."""
-        for index in self._cold:
-            self.directory.evict(self.history.chunks[index], layer)
+        for record in self._cold:
+            self.directory.evict(record, layer)
         if self._cold or self._staged:
             self._stage()
 
-    def end_step(self, start: int, rows: int, sealed: int) -> StepReceipt:
-        """The step's receipt."""
+    def end_step(self, sealed: int) -> StepReceipt:
+        """The step's receipt. sealed: chunks that its rows filled."""
         size = self.directory.arena.slot_bytes
-        segments = self.layers * (len(self.history.chunks) - sealed) - self._moved_segments
-        row_bytes = size // self.history.context.chunk_tokens
-        tail_rows = start + rows - (len(self.history.chunks) - sealed) * self.history.context.chunk_tokens
+        row_bytes = size // self._layout.chunk_tokens
         return StepReceipt(
-            start=start,
-            rows=rows,
-            visible=start + rows,
-            resident_bytes=max(0, segments) * size + self.layers * tail_rows * row_bytes,
+            start=self._start,
+            rows=self._rows,
+            visible=self._visible,
+            resident_bytes=max(0, self._wanted_segments - self._moved_segments) * size
+            + self.layers * self._tail_rows * row_bytes,
             moved_bytes=self._moved_bytes,
             moved_segments=self._moved_segments,
             stall_s=self._stall_s,
@@ -158,7 +168,7 @@ class LayerAhead:
         Blocks while segments are being written.
         """
         self.abort_step()
-        for record in self.history.chunks:
+        for record in self._union():
             if record.file is FileReplicaState.WRITING and self._publisher is not None:
                 self._publisher.wait(record)
             if record.evictable:
@@ -168,70 +178,136 @@ class LayerAhead:
     def close(self) -> None:
         """End what is under way and let go of the arena's memory."""
         self.abort_step()
-        for table in self.tables:
-            table.truncate(0)
+        for tables in self.tables:
+            tables.close()
 
-    def _replan(self, rows: int) -> None:
-        self.abort_step()
-        history, arena = self.history, self.directory.arena
-        chunks, tail = len(history.chunks), history.tail_chunks_for(rows)
-        own = len(history.tail) * self.layers + sum(record.resident for record in history.chunks)
-        plan = plan_residency(arena.free_slots + own, self.layers, chunks, tail, self._wanted_depth)
-        if plan is None:
-            need = self._budget_for(required_slots(self.layers, chunks, tail) + arena.used_slots - own)
-            raise BudgetError(
-                Reason.BUDGET_TOO_SMALL,
-                f"{history.frontier} tokens and {rows} more need a memory budget of at least {need} bytes: "
-                f"{tail} open chunks in {self.layers} layers, and the {chunks} sealed segments of one layer",
-                f"pass budget={need} or more, a smaller prefill_chunk, or a shorter history",
-                required_bytes=need,
+    def _state(self, rows: Sequence[int]) -> tuple[object, ...]:
+        return tuple(
+            (
+                len(history.chunks),
+                history.tail_chunks_for(count),
+                history.version,
+                *(self._first_chunk(history, window) for window in self._distinct),
             )
-        pinned = self._settle(plan.resident_chunks)
-        rest = sorted((i for i in range(chunks) if i not in pinned), key=lambda i: (-history.chunks[i].resident, i))
-        self._kept = pinned | set(rest[: plan.resident_chunks - len(pinned)])
-        self._cold = [i for i in range(chunks) if i not in self._kept]
+            for history, count in zip(self.histories, rows, strict=True)
+        )
+
+    def _first_chunk(self, history: History, window: int | None) -> int:
+        """Index of the first chunk that the next row of `history` still sees."""
+        if window is None:
+            return 0
+        return max(0, history.frontier + 1 - window) // self._layout.chunk_tokens
+
+    def _union(self) -> list[ChunkRecord]:
+        return list({record.digest: record for history in self.histories for record in history.chunks}.values())
+
+    def _replan(self, rows: Sequence[int]) -> None:
+        self.abort_step()
+        arena = self.directory.arena
+        self._records = self._union()
+        readers: dict[bytes, set[int | None]] = {record.digest: set() for record in self._records}
+        for history in self.histories:
+            for window in set(self._windows):
+                for record in history.chunks[self._first_chunk(history, window) :]:
+                    readers[record.digest].add(window)
+        self._readers = [readers[record.digest] for record in self._records]
+        tail = sum(history.tail_chunks_for(count) for history, count in zip(self.histories, rows, strict=True))
+        own = sum(len(history.tail) for history in self.histories) * self.layers
+        own += sum(record.resident for record in self._records)
+        kept, plan = self._keep(arena.free_slots + own, tail, arena.used_slots - own)
         self._depth = plan.depth
-        for index in self._cold:
-            for layer in range(self.layers):
-                self.directory.evict(history.chunks[index], layer)
-        self._missing = {layer for layer in range(self.layers) if self._needed(layer)}
-        if not history.extend_tail(rows):
-            raise StateError(Reason.NOT_COMMITTED, "the plan promised slots for the tail that are not free")
-        self._rebuild_tables()
+        self._cold = [
+            record
+            for record, reading in zip(self._records, self._readers, strict=True)
+            if reading and record.digest not in kept
+        ]
+        self._evict_unread(kept)
+        self._stageable = {layer for layer in range(self.layers) if self._needed(layer)}
+        pairs = zip(self._records, self._readers, strict=True)
+        cold = {window for record, reading in pairs if record.digest not in kept for window in reading}
+        self._stageable |= {layer for layer, window in enumerate(self._windows) if window in cold}
+        for history, count in zip(self.histories, rows, strict=True):
+            if not history.extend_tail(count):
+                raise StateError(Reason.NOT_COMMITTED, "the plan promised slots for the tail that are not free")
+        for tables, history in zip(self.tables, self.histories, strict=True):
+            tables.rebuild(history)
+        self._wanted_segments = sum(self._cost(reading) for reading in self._readers)
         self._next_layer = 0
 
-    def _settle(self, resident_chunks: int) -> set[int]:
-        """Wait until at most `resident_chunks` chunks have no valid file replica; return those."""
-        chunks = self.history.chunks
+    def _cost(self, reading: set[int | None]) -> int:
+        return sum(window in reading for window in self._windows)
+
+    def _keep(self, slots: int, tail: int, foreign: int) -> tuple[set[bytes], ResidencyPlan]:
+        """Digests of the chunks to keep in memory, and the plan.
+
+        Waits until the chunks that are left out have a valid file replica.
+        """
         tried: set[bytes] = set()
         while True:
-            unsafe = [i for i, record in enumerate(chunks) if not record.evictable]
-            if len(unsafe) <= resident_chunks:
-                return set(unsafe)
-            oldest = chunks[unsafe[0]]
-            if self._publisher is None:
-                need = self._budget_for(len(chunks) * self.layers + self.directory.arena.used_slots)
-                raise BudgetError(
-                    Reason.BUDGET_TOO_SMALL,
-                    f"{len(chunks)} chunks do not fit the memory budget, and no writable store could take them",
-                    f"open a writable store, or pass budget={need}",
-                    required_bytes=need,
-                )
-            if oldest.file is not FileReplicaState.WRITING:
-                # An earlier failure may be over by now; one that repeats is the caller's to see.
-                if oldest.digest in tried:
-                    raise oldest.failure or StoreError(Reason.STORE_IO, "a chunk could not be written")
-                tried.add(oldest.digest)
-                self._publisher.submit(oldest)
-            self._stall_s += self._publisher.wait(oldest)
+            cost = {r.digest: self._cost(reading) for r, reading in zip(self._records, self._readers, strict=True)}
+            read = [record for record in self._records if cost[record.digest]]
+            # What has no other replica stays in all layers.
+            unsafe = [record for record in self._records if not record.evictable]
+            safe = sorted((r for r in read if r.evictable), key=lambda record: -record.resident)
+            plan = plan_residency(slots, [cost[r.digest] for r in read], tail * self.layers, self._wanted_depth)
+            if plan is None:
+                self._refuse(len(read), tail, foreign)
+            order = [*unsafe, *safe]
+            costs = [self.layers] * len(unsafe) + [cost[record.digest] for record in safe]
+            plan = plan_residency(slots, costs, tail * self.layers, self._wanted_depth)
+            if plan is not None and plan.resident_chunks >= len(unsafe):
+                return {record.digest for record in order[: plan.resident_chunks]}, plan
+            self._await(unsafe[0], tried)
+
+    def _await(self, record: ChunkRecord, tried: set[bytes]) -> None:
+        """Wait until `record` has been written; try it again once where it had failed."""
+        if self._publisher is None:
+            chunks, tails = len(self._records), sum(len(history.tail) for history in self.histories)
+            need = self._budget_for((chunks + tails) * self.layers)
+            raise BudgetError(
+                Reason.BUDGET_TOO_SMALL,
+                f"{chunks} chunks do not fit the memory budget, and no writable store could take them",
+                f"open a writable store, or pass budget={need}",
+                required_bytes=need,
+            )
+        if record.file is not FileReplicaState.WRITING:
+            # An earlier failure may be over by now; one that repeats is the caller's to see.
+            if record.digest in tried:
+                raise record.failure or StoreError(Reason.STORE_IO, "a chunk could not be written")
+            tried.add(record.digest)
+            self._publisher.submit(record)
+        self._stall_s += self._publisher.wait(record)
+
+    def _refuse(self, chunks: int, tail: int, foreign: int) -> NoReturn:
+        need = self._budget_for(required_slots(self.layers, chunks, tail) + foreign)
+        frontier, rows = sum(history.frontier for history in self.histories), self._rows
+        raise BudgetError(
+            Reason.BUDGET_TOO_SMALL,
+            f"{frontier} tokens and {rows} more need a memory budget of at least {need} bytes: "
+            f"{tail} open chunks in {self.layers} layers, and the {chunks} sealed segments of one layer",
+            f"pass budget={need} or more, a smaller prefill_chunk, fewer sequences, or a shorter history",
+            required_bytes=need,
+        )
+
+    def _evict_unread(self, kept: set[bytes]) -> None:
+        """Free what no layer reads from memory, as far as a file could bring it back."""
+        for record, reading in zip(self._records, self._readers, strict=True):
+            if record.evictable:
+                for layer, window in enumerate(self._windows):
+                    if record.digest not in kept or window not in reading:
+                        self.directory.evict(record, layer)
 
     def _needed(self, layer: int) -> list[tuple[ChunkRecord, int]]:
-        chunks = self.history.chunks
-        return [(record, layer) for record in chunks if record.grants[layer] is None]
+        window = self._windows[layer]
+        return [
+            (record, layer)
+            for record, reading in zip(self._records, self._readers, strict=True)
+            if window in reading and record.grants[layer] is None
+        ]
 
     def _stage(self) -> None:
         """Start reads for the coming layers while slots and the planned depth allow."""
-        if self._promoter is None or not (self._cold or self._missing):
+        if self._promoter is None or not self._stageable:
             return
         for _ in range(self.layers):
             if len(self._staged) >= self._depth and self._cold:
@@ -241,7 +317,7 @@ class LayerAhead:
                 return
 
     def _stage_layer(self, layer: int) -> bool:
-        needed = self._needed(layer)
+        needed = self._needed(layer) if layer in self._stageable else []
         if needed:
             if self._promoter is None:
                 raise StateError(Reason.NOT_COMMITTED, "segments are in files and no file tier is open")
@@ -250,44 +326,17 @@ class LayerAhead:
                 return False
             self._staged[layer] = self._promoter.start(promotions)
             self.staged_peak = max(self.staged_peak, sum(len(batch.items) for batch in self._staged.values()))
-            self._missing.discard(layer)
+            if not self._cold:
+                self._stageable.discard(layer)
         self._next_layer = (layer + 1) % self.layers
         return True
 
-    def _rebuild_tables(self) -> None:
-        history = self.history
-        width = len(history.chunks) + len(history.tail)
-        self._grants = np.zeros((2, self.layers, width), np.int64)
-        self._verified = [-1] * self.layers
-        for layer in range(self.layers):
-            self.tables[layer].truncate(0)
-            self._enter_layer(layer)
-            self._enter(layer, len(history.chunks), [chunk.grants[layer] for chunk in history.tail])
-
-    def _enter_layer(self, layer: int) -> None:
-        self._enter(layer, 0, [record.grants[layer] for record in self.history.chunks])
-
-    def _enter(self, layer: int, first: int, grants: Sequence[Grant | None]) -> None:
-        table, (slots, generations) = self.tables[layer], self._grants[:, layer]
-        self._verified[layer] = -1
-        for index, grant in enumerate(grants, first):
-            if grant is None:
-                # A generation no slot ever has: reading this entry before it is filled is refused.
-                slots[index], generations[index] = 0, -1
-                table.set(index, self._segment(0))
-            elif generations[index] != grant.generation or slots[index] != grant.slot:
-                slots[index], generations[index] = grant.slot, grant.generation
-                self._put(table, index, grant.slot)
-
-    def _put(self, table: BlockTable, index: int, slot: int) -> None:
-        known = self._addresses.get(slot)
-        if known is not None and index < len(table):
-            table.replace(index, self._segment(slot), known)
-        else:
-            table.set(index, self._segment(slot))
-            self._addresses[slot] = table.address(index)
-
-    def _reset_counters(self) -> None:
+    def _reset_counters(self, rows: Sequence[int]) -> None:
+        active = [(history, count) for history, count in zip(self.histories, rows, strict=False) if count]
+        self._rows = sum(count for _, count in active)
+        self._start = active[0][0].frontier if active else 0
+        self._visible = sum(history.frontier + count for history, count in active)
+        self._tail_rows = sum(history.frontier - history.sealed + count for history, count in active)
         self._moved_bytes = 0
         self._moved_segments = 0
         self._stall_s = 0.0

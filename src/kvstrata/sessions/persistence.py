@@ -46,7 +46,7 @@ def save_session(
     sessions = SessionStore(store)
     check_name(name)
     history.settle()
-    if not history.frontier:
+    if not history.committed:
         raise StateError(Reason.NOT_COMMITTED, "there are no committed rows to save", "run a forward step first")
     if not history.named or publisher is None:
         raise StateError(Reason.NOT_COMMITTED, "rows computed from embeddings have no token ids and cannot be saved")
@@ -81,13 +81,12 @@ def save_session(
         receipt = store.tier.write(tail, layout, segments)
         chunks.append(tail.digest)
         written += 0 if receipt.outcome is WriteOutcome.ALREADY_PRESENT else receipt.payload_bytes
-    snapshot = sessions.save(name, history.context, history.token_ids, chunks, history.frontier)
+    rows = history.committed
+    snapshot = sessions.save(name, history.context, history.token_ids[:rows], chunks, rows)
     total = history.directory.layers * (
         len(history.chunks) * layout.segment_bytes + (payload_bytes(layout, len(tail.token_ids)) if tail else 0)
     )
-    return SaveReceipt(
-        name, snapshot.sequence, history.frontier, len(chunks), written, max(0, total - written), clock() - start
-    )
+    return SaveReceipt(name, snapshot.sequence, rows, len(chunks), written, max(0, total - written), clock() - start)
 
 
 def restore_session(

@@ -96,6 +96,11 @@ class Directory:
                 )
             return record
 
+    def share(self, record: ChunkRecord) -> None:
+        """Count one more user of a chunk that is in use."""
+        with self._lock:
+            record.users += 1
+
     def drop(self, record: ChunkRecord) -> None:
         """One user less; the last one takes the memory replica and the record along."""
         with self._lock:

@@ -30,10 +30,12 @@ class TailChunk:
 
 
 class History:
-    """Committed rows of one request and the slots that hold its open tail. Used by one thread.
+    """Rows of one sequence and the slots that hold its open tail. Used by one thread.
 
-    token_ids: ids of all committed rows, or shorter than `frontier` once rows without ids came in (`named` is False
-    then, and nothing is sealed any more). chunks: sealed chunks in order. tail: open chunks in order.
+    token_ids: ids of all rows, or shorter than `frontier` once rows without ids came in (`named` is False then, and
+    nothing is sealed any more). chunks: sealed chunks in order. tail: open chunks in order. hold: rows from there on
+    may still be taken back (drafts, beams): they are not committed, and neither sealed nor saved; `None` for no such
+    rows.
     """
 
     def __init__(self, directory: Directory, context: ChunkContext) -> None:
@@ -42,6 +44,7 @@ class History:
         self.frontier = 0
         self.token_ids: list[int] = []
         self.named = True
+        self.hold: int | None = None
         self.chunks: list[ChunkRecord] = []
         self.tail: list[TailChunk] = []
         self.version = 0
@@ -53,6 +56,11 @@ class History:
     def sealed(self) -> int:
         """Tokens in sealed chunks."""
         return len(self.chunks) * self.context.chunk_tokens
+
+    @property
+    def committed(self) -> int:
+        """Rows that stay, in tokens."""
+        return self.frontier if self.hold is None else min(self.frontier, self.hold)
 
     def tail_chunks_for(self, rows: int) -> int:
         """Open chunks that are needed once `rows` more rows have come."""
@@ -97,7 +105,7 @@ class History:
             return []
         del self.token_ids[self.frontier :]
         sealed = []
-        while self.frontier - self.sealed >= self.context.chunk_tokens:
+        while self.committed - self.sealed >= self.context.chunk_tokens:
             sealed.append(self._seal())
         return sealed
 
@@ -114,9 +122,9 @@ class History:
     def tail_identity(self) -> ChunkIdentity | None:
         """Name of the committed part of the open tail, a chunk shorter than usual; `None` when there is none."""
         start = self.sealed
-        if self.frontier == start:
+        if self.committed == start:
             return None
-        return self._identity(start, self.frontier)
+        return self._identity(start, self.committed)
 
     def rewind(self, position: int) -> None:
         """Forget all rows from `position` on, a chunk boundary or a position in the open tail."""
@@ -131,6 +139,30 @@ class History:
         keep = min(len(self.chunks), position // size)
         tail = 0 if keep < len(self.chunks) else max(0, -(-position // size) - keep)
         self._cut(position, keep, tail)
+
+    def fork(self) -> History | None:
+        """Another history of the same rows: sealed chunks are shared, the open tail is copied.
+
+        `None`, and nothing reserved, when the arena has too few free slots for the copy.
+        """
+        self.settle()
+        other = History(self.directory, self.context)
+        arena, backing = self.directory.arena, self.directory.arena.backing
+        if len(self.tail) * self.directory.layers > arena.free_slots:
+            return None
+        other.hold, other.named, other.token_ids = self.hold, self.named, list(self.token_ids)
+        for record in self.chunks:
+            self.directory.share(record)
+            other.chunks.append(record)
+        other.frontier = other.sealed
+        if not other.extend_tail(self.frontier - self.sealed):
+            raise StateError(Reason.NOT_COMMITTED, "free slots went away while a history was forked")
+        for mine, copy in zip(self.tail, other.tail, strict=False):
+            for source, target in zip(mine.grants, copy.grants, strict=True):
+                backing.writable(target.slot)[:] = backing.readable(source.slot)
+                backing.flush(target.slot)
+        other.frontier = self.frontier
+        return other
 
     def close(self) -> None:
         """Give up all rows. Sealed chunks that others use stay."""

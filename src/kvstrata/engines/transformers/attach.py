@@ -11,6 +11,7 @@ from kvstrata.contract.identity import ModelIdentity, Namespace
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.cost.residency import required_slots
 from kvstrata.engines.transformers.context import chunk_context, segment_layout, weights_identity
+from kvstrata.engines.transformers.families import family_of
 from kvstrata.engines.transformers.loading import LoadedModel
 from kvstrata.engines.transformers.memory import Memory
 from kvstrata.errors import BudgetError, ConfigurationError, Reason
@@ -64,6 +65,7 @@ def attach(
         raise ConfigurationError(
             Reason.INVALID_ARGUMENT, f"prefill_chunk={prefill_chunk} and readers={readers} must be at least 1"
         )
+    rules = family_of(module).layer_rules
     layout = segment_layout(module, chunk_tokens)
     if model_id is not None:
         identity = ModelIdentity(f"id:{model_id}")
@@ -86,6 +88,7 @@ def attach(
         opened,
         context,
         layout,
+        rules,
         budget=total,
         slots=slots,
         workspace=buffers,

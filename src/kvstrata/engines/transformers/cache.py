@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.cache_utils import Cache
 
-from kvstrata.errors import Reason, StateError, UnsupportedError
+from kvstrata.errors import ConfigurationError, Reason, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from kvstrata.engines.transformers.request import Request
@@ -26,7 +26,7 @@ class RequestCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mark the new rows, [1, kv_heads, rows, head_dim], as this request's; the attention function stores them.
+        """Mark new rows, [batch, kv_heads, columns, head_dim], as this request's; the attention function stores them.
 
         Errors: `StateError` outside a step, where other attention functions would see these rows and no history.
         """
@@ -40,30 +40,31 @@ class RequestCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Committed rows, in tokens."""
-        return self.request.frontier
+        """Columns so far: rows of a sequence and its padding, in tokens."""
+        return self.request.width
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(length, offset) of the keys a step of `query_length` rows sees."""
-        return self.request.frontier + query_length, 0
+        """(length, offset) of the keys a step of `query_length` columns sees."""
+        return self.request.width + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: bounded by the budget, not by the object."""
         return -1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the first new row."""
-        return self.request.frontier
+        """The first new column."""
+        return self.request.width
 
     def __len__(self) -> int:
         return self._layers
 
     def __repr__(self) -> str:
-        return f"RequestCache({self.request.frontier} tokens)"
+        sizes = ", ".join(str(row.frontier) for row in self.request.rows)
+        return f"RequestCache({sizes} tokens)"
 
     @property
     def is_compileable(self) -> bool:
-        """False: `generate` must not wrap the step in a graph."""
+        """False: `generate` must not wrap the step in a graph; `attach(..., compile=True)` does that."""
         return False
 
     @property
@@ -73,42 +74,63 @@ class RequestCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """False: sealed rows are immutable."""
-        return False
+        """True."""
+        return True
 
     @property
     def is_sliding(self) -> list[bool]:
-        """No layer slides."""
+        """No layer forgets rows, not even one that attends to a window of them."""
         return [False] * self._layers
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing for 0. Errors: `UnsupportedError` otherwise."""
-        if tokens_to_remove != 0:
-            self._refuse("crop", "assisted decoding and prompt look-up")
+        """Take back the last columns: minus their number, or (old form) the length to keep. 0 does nothing.
+
+        Rows of a sealed chunk that is cut are computed again by the next step. Errors: `StateError` during a step.
+        """
+        self._require_idle()
+        width = self.request.width
+        if tokens_to_remove > 0:
+            self.request.crop(min(width, tokens_to_remove))
+        elif tokens_to_remove < 0:
+            self.request.crop(max(0, width + tokens_to_remove))
 
     def activate_past_recording(self) -> None:
-        """Errors: `UnsupportedError`; called before drafts are computed, which are committed rows here."""
-        self._refuse("activate_past_recording", "assisted decoding and prompt look-up")
+        """Drafts follow: what a call computes for several candidates stays open until the next call."""
+        self._require_idle()
+        self.request.record_drafts()
 
-    def reset(self) -> None:
-        """Errors: `UnsupportedError`; ask the memory for a new request instead."""
-        self._refuse("reset", "a new history needs a new request")
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Errors: `UnsupportedError`."""
-        self._refuse("reorder_cache", "beam search")
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Go on with these beams. Rows computed from here on are never committed: any beam may be dropped later."""
+        self._select(beam_idx.tolist(), beams=True)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Errors: `UnsupportedError`."""
-        self._refuse("batch_repeat_interleave", "several sequences")
+        """Every sequence `repeats` times, copies beside the original."""
+        if repeats < 1:
+            raise ConfigurationError(Reason.INVALID_ARGUMENT, f"repeats is {repeats}", "use 1 or more")
+        self._select([index for index in range(len(self.request.rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Errors: `UnsupportedError`."""
-        self._refuse("batch_select_indices", "several sequences")
+        """Go on with these sequences."""
+        self._select(indices.tolist())
 
-    def _refuse(self, call: str, what: str) -> NoReturn:
+    def reset(self) -> NoReturn:
+        """Errors: `UnsupportedError`; ask the memory for a new request instead."""
         raise UnsupportedError(
             Reason.OPERATION_UNSUPPORTED,
-            f"{call} is not served ({what})",
-            "generate one sequence at a time by greedy search or sampling",
+            "reset is not served: a new history needs a new request",
+            "pass **memory.generate_kwargs() again",
         )
+
+    def _select(self, indices: list[int], *, beams: bool = False) -> None:
+        self._require_idle()
+        count = len(self.request.rows)
+        if not indices or not all(-count <= index < count for index in indices):
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT, f"sequences {indices} of a request of {count}", f"use numbers below {count}"
+            )
+        self.request.select([index % count for index in indices], beams=beams)
+
+    def _require_idle(self) -> None:
+        self.request.require_open()
+        if self.request.in_step:
+            raise StateError(Reason.NOT_COMMITTED, "the cache was changed during a step", "wait until the call ends")

@@ -58,18 +58,17 @@ class Answer:
 
 
 def rewind_to_prefix(request: Request, token_ids: Sequence[int]) -> int:
-    """Cut the rows of `request` back to what agrees with `token_ids`, at a place where it can be cut.
+    """Cut the rows of `request` back to what agrees with `token_ids`.
 
     The last of `token_ids` is always left to compute. Returns the rows kept.
     """
     request.history.settle()
-    stored, history = request.token_ids, request.history
+    stored = request.token_ids
     limit = min(len(stored), len(token_ids) - 1)
     common = next((i for i in range(limit) if stored[i] != token_ids[i]), limit)
     if common < request.frontier:
-        size = request.memory.layout.chunk_tokens
-        history.rewind(common if common >= history.sealed else common // size * size)
-    return request.frontier
+        request.row.rewind(common)
+    return request.history.frontier
 
 
 def continue_text(

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvstrata.engines.transformers.row import Row
 from kvstrata.errors import ConfigurationError, Reason, UnsupportedError
 
-__all__ = ["OutputView", "take_rows"]
+__all__ = ["Columns", "OutputView", "Span", "take_source"]
 
 
-def take_rows(input_ids: torch.Tensor | None, kwargs: dict[str, Any], start: int, limit: int | None) -> torch.Tensor:
-    """The new rows of one unpadded sequence that continues a history of `start` rows: ids or embeddings.
+@dataclass(frozen=True)
+class Span:
+    """The part of one sequence in a step.
 
-    limit: the model's context in tokens. Takes out of `kwargs` what a step sets by itself. Errors:
-    `ConfigurationError` and `UnsupportedError` for anything else.
+    row: the sequence. batch: its place in the step's tensors. columns: where its rows stand there. start, rows: their
+    positions. ids: their token ids, or `None` for embeddings.
     """
+
+    row: Row
+    batch: int
+    columns: slice | list[int]
+    start: int
+    rows: int
+    ids: list[int] | None
+
+
+def take_source(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Ids [batch, columns] or embeddings [batch, columns, hidden]. Errors: `ConfigurationError` for none or both."""
     embeds = kwargs.pop("inputs_embeds", None)
     if embeds is not None and input_ids is not None:
         raise ConfigurationError(
@@ -30,42 +44,164 @@ def take_rows(input_ids: torch.Tensor | None, kwargs: dict[str, Any], start: int
             "there is no new token to compute",
             "pass at least one token; restore(..., token_ids=prompt) leaves the prompt's last one to compute",
         )
-    if source.shape[0] != 1:
-        raise UnsupportedError(
-            Reason.BATCH_UNSUPPORTED, f"a batch of {source.shape[0]} sequences", "run one sequence per request"
-        )
-    rows = int(source.shape[1])
-    if limit is not None and start + rows > limit:
-        raise ConfigurationError(
-            Reason.CONTEXT_EXCEEDED,
-            f"{start + rows} tokens are more than the model's context of {limit}",
-            "shorten the prompt, or use a model with a longer context",
-        )
-    mask = kwargs.pop("attention_mask", None)
-    if mask is not None:
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            kind = f"of {mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"as a {type(mask).__name__}"
-            raise UnsupportedError(Reason.MASK_UNSUPPORTED, f"an attention mask {kind}", "pass none: steps are causal")
-        if not bool(mask.all()):
-            raise UnsupportedError(
-                Reason.PADDING_UNSUPPORTED, "the attention mask hides tokens", "pass one sequence without padding"
-            )
-    positions = kwargs.pop("position_ids", None)
-    if positions is not None and (
-        positions.shape != (1, rows)
-        or int(positions[0, 0]) != start
-        or (rows > 1 and not bool((positions[0].diff() == 1).all()))
-    ):
-        raise UnsupportedError(
-            Reason.POSITIONS_UNSUPPORTED,
-            f"positions that do not continue the history at {start}",
-            "pass the ids that follow the committed rows, or restore(..., token_ids=prompt)",
-        )
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError(Reason.OPERATION_UNSUPPORTED, "output_attentions: weights are never materialised")
-    kwargs.pop("past_key_values", None)
-    kwargs.pop("use_cache", None)
     return source
+
+
+@dataclass(frozen=True)
+class Columns:
+    """New columns of a forward call: for each sequence those that are its rows, `None` for all of them.
+
+    padding: whether the others are padding; else they came after the sequence was finished.
+    """
+
+    source: torch.Tensor
+    rows: Sequence[Row]
+    width: int
+    visible: list[list[int] | None]
+    padding: list[list[int]]
+
+    @classmethod
+    def take(cls, source: torch.Tensor, rows: Sequence[Row], kwargs: dict[str, Any], limit: int | None) -> Columns:
+        """Read mask and positions, and take out of `kwargs` what a step sets by itself.
+
+        limit: the model's context in tokens. Errors: `ConfigurationError` and `UnsupportedError` for what cannot
+        continue the sequences.
+        """
+        batch, count = int(source.shape[0]), int(source.shape[1])
+        if batch != len(rows):
+            raise UnsupportedError(
+                Reason.BATCH_UNSUPPORTED,
+                f"a batch of {batch} for a request of {len(rows)} sequences",
+                "make a new request, or fork the sequences with request.cache.batch_repeat_interleave(n) first",
+            )
+        width = rows[0].width
+        padding = _padding(kwargs.pop("attention_mask", None), rows, width, count)
+        visible: list[list[int] | None] = []
+        for row, hidden in zip(rows, padding, strict=True):
+            if row.finished:
+                visible.append([])
+            elif hidden:
+                visible.append(sorted(set(range(count)) - set(hidden)))
+            else:
+                visible.append(None)
+        for index, (row, seen) in enumerate(zip(rows, visible, strict=True)):
+            new = count if seen is None else len(seen)
+            if not row.finished and row.frontier + new == 0:
+                raise ConfigurationError(
+                    Reason.EMPTY_PROMPT, f"sequence {index} has no token", "leave it out, or give it one token at least"
+                )
+            if limit is not None and row.frontier + new > limit:
+                raise ConfigurationError(
+                    Reason.CONTEXT_EXCEEDED,
+                    f"{row.frontier + new} tokens are more than the model's context of {limit}",
+                    "shorten the prompt, or use a model with a longer context",
+                )
+        columns = cls(source, rows, width, visible, padding)
+        columns._check_positions(kwargs.pop("position_ids", None))
+        if kwargs.get("output_attentions"):
+            raise UnsupportedError(Reason.OPERATION_UNSUPPORTED, "output_attentions: weights are never materialised")
+        for name in ("past_key_values", "cache", "use_cache"):
+            kwargs.pop(name, None)
+        return columns
+
+    @property
+    def count(self) -> int:
+        """New columns."""
+        return int(self.source.shape[1])
+
+    def spans(self, first: int, stop: int) -> list[Span]:
+        """What the step over the columns [first, stop) computes of each sequence, from its frontier on."""
+        result = []
+        for batch, (row, seen) in enumerate(zip(self.rows, self.visible, strict=True)):
+            inside = None if seen is None else [column - first for column in seen if first <= column < stop]
+            if inside is not None and not inside:
+                continue
+            rows = stop - first if inside is None else len(inside)
+            columns = _columns(inside, rows)
+            ids = None
+            if self.source.dim() == 2:
+                part = self.source[batch, first:stop]
+                ids = part[columns].tolist()
+            result.append(Span(row, batch, columns, row.frontier, rows, ids))
+        return result
+
+    def note_hidden(self, first: int, stop: int) -> None:
+        """Tell every sequence about columns of [first, stop) that are none of its rows."""
+        for row, seen, padding in zip(self.rows, self.visible, self.padding, strict=True):
+            if seen is None:
+                continue
+            hidden = set(range(first, stop)).difference(seen)
+            masked = hidden.intersection(padding)
+            row.append(self.width, sorted(masked), padding=True)
+            row.append(self.width, sorted(hidden - masked), padding=False)
+
+    def _check_positions(self, positions: torch.Tensor | None) -> None:
+        if positions is None:
+            return
+        if positions.dim() != 2 or positions.shape[1] != self.count or positions.shape[0] not in (1, len(self.rows)):
+            raise _positions(f"position_ids of shape {tuple(positions.shape)}")
+        for index, (row, seen) in enumerate(zip(self.rows, self.visible, strict=True)):
+            given = positions[index if positions.shape[0] > 1 else 0].tolist()
+            found = given if seen is None else [given[column] for column in seen]
+            if found != list(range(row.frontier, row.frontier + len(found))):
+                raise _positions(f"positions that do not continue sequence {index} at {row.frontier}")
+
+
+def _columns(inside: list[int] | None, rows: int) -> slice | list[int]:
+    if inside is None:
+        return slice(0, rows)
+    return slice(inside[0], inside[-1] + 1) if inside[-1] - inside[0] + 1 == rows else inside
+
+
+def _padding(mask: Any, rows: Sequence[Row], width: int, count: int) -> list[list[int]]:
+    """New columns that the mask hides, for each sequence."""
+    if mask is None:
+        if any(row.padding for row in rows):
+            raise UnsupportedError(
+                Reason.MASK_UNSUPPORTED,
+                "no attention mask for sequences that began with one",
+                "pass the whole mask: one value for every column so far and every new one",
+            )
+        return [[] for _ in rows]
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        kind = f"of {mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"as a {type(mask).__name__}"
+        raise UnsupportedError(Reason.MASK_UNSUPPORTED, f"an attention mask {kind}", "pass none: steps are causal")
+    if bool(mask.all()) and tuple(mask.shape) == (len(rows), count) and not any(row.padding for row in rows):
+        return [[] for _ in rows]
+    if tuple(mask.shape) != (len(rows), width + count):
+        raise UnsupportedError(
+            Reason.MASK_UNSUPPORTED,
+            f"an attention mask of shape {tuple(mask.shape)} for {len(rows)} sequences of {width} and {count} new columns",
+            "pass one value for every column so far and every new one",
+        )
+    if bool(mask.all()):
+        if any(row.padding for row in rows):
+            raise _hides("shows columns that were padding")
+        return [[] for _ in rows]
+    result = []
+    for row, values in zip(rows, mask, strict=True):
+        hidden = torch.nonzero(values == 0).flatten().tolist()
+        past = [column for column in hidden if column < width]
+        if set(past) - set(row.padding) - set(row.beyond):
+            raise _hides("hides rows that are part of the history")
+        if set(row.padding) - set(past):
+            raise _hides("shows columns that were padding")
+        result.append([column - width for column in hidden if column >= width])
+    return result
+
+
+def _hides(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        Reason.PADDING_UNSUPPORTED, f"the attention mask {what}", "keep the mask of the columns so far as it was"
+    )
+
+
+def _positions(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        Reason.POSITIONS_UNSUPPORTED,
+        what,
+        "leave position_ids out, or count the tokens of each sequence without its padding",
+    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +250,7 @@ class OutputView:
                     continue
                 parts: list[torch.Tensor] = [getattr(output, field) for output in outputs]
                 if field == "logits" and self.kept is not None:
-                    joined = parts[-1].new_empty(1, len(self.kept), parts[-1].shape[-1])
+                    joined = parts[-1].new_empty(parts[-1].shape[0], len(self.kept), parts[-1].shape[-1])
                     for part, (first, stop) in zip(parts, bounds, strict=True):
                         inside = self._inside(first, stop)
                         if inside.any():

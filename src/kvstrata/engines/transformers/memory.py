@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -15,9 +12,11 @@ from kvstrata.contract.identity import ChunkContext
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import Ledger, Recompute, RestoreReceipt, SaveReceipt
 from kvstrata.contract.states import FileReplicaState
-from kvstrata.engines.transformers import attention
-from kvstrata.engines.transformers.cache import RequestCache
+from kvstrata.engines.transformers.attention import PagedAttention
+from kvstrata.engines.transformers.families import LayerRule
 from kvstrata.engines.transformers.request import Request
+from kvstrata.engines.transformers.row import Row
+from kvstrata.engines.transformers.wrapping import Wrapping
 from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace
@@ -45,6 +44,7 @@ class Memory:
         store: Store,
         context: ChunkContext,
         layout: SegmentLayout,
+        rules: Sequence[LayerRule],
         *,
         budget: int,
         slots: int,
@@ -61,8 +61,9 @@ class Memory:
         self.store = store
         self.context = context
         self.layout = layout
+        self.rules = tuple(rules)
         self.kernel = kernel
-        self.workspace = workspace
+        self.attention = PagedAttention(kernel, workspace)
         self._workspace_bytes = workspace_bytes
         self.prefill_chunk = prefill_chunk
         self.budget = budget
@@ -76,46 +77,23 @@ class Memory:
         self._final: Ledger | None = None
         self._requests: list[Request] = []
         self._active: Request | None = None
-        self._original: Callable[..., Any] | None = None
-        self._implementation: str | None = None
-        self._name = f"kvstrata-{id(self):x}"
+        self._wrapping = Wrapping(self)
         self._backing = open_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing)
         self.directory = Directory(self.arena, context.abi.layers)
         self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
         self._publisher = Publisher(self.directory, store.tier, layout, clock) if not store.read_only else None
         self._promoter: Promoter | None = None
-        self.quiet_kwargs: dict[str, Any] = {}
 
     def __enter__(self) -> Memory:
         if self._closed:
             raise StateError(Reason.CLOSED, "the memory was closed", "call attach again")
-        if "forward" in vars(self.model):
-            if self._original is None:
+        try:
+            self._wrapping.enter()
+        except StateError:
+            if not self._wrapping.attached:
                 self._discard()
-            raise StateError(
-                Reason.ALREADY_ATTACHED, "the model's forward is replaced already", "leave the other `with` block first"
-            )
-        original = self.model.forward
-        function = original.__func__
-        accepted = inspect.signature(original).parameters
-        self.quiet_kwargs = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        names = list(accepted)
-
-        @functools.wraps(function)
-        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-            kwargs.update(zip(names, args, strict=False))
-            cache = kwargs.get("past_key_values")
-            if not isinstance(cache, RequestCache):
-                return function(model, **kwargs)
-            self._require_own(cache.request, model)
-            return cache.request.forward(original, kwargs.pop("input_ids", None), kwargs)
-
-        attention.register(self._name)
-        self._original = original
-        self._implementation = self.model.config._attn_implementation
-        # A bound method, so that a deep copy of the model gets one of its own and not a way to this model.
-        self.model.forward = types.MethodType(forward, self.model)
+            raise
         self._promoter = Promoter(
             self.directory, self.store.tier, self.layout, self._readers, self._clock, self._read_timeout_s
         )
@@ -130,12 +108,10 @@ class Memory:
 
     def close(self) -> None:
         """Detach: end the threads after what they are doing, free the arena, leave the model as it was."""
-        if self._original is None:
+        if not self._wrapping.attached:
             return
         self._final = self.ledger()
-        self._original = None
-        del self.model.forward
-        attention.unregister(self._name)
+        self._wrapping.leave()
         try:
             for request in self._requests:
                 request.close()
@@ -155,13 +131,24 @@ class Memory:
     def request(self) -> Request:
         """A new, empty request. Several may be open; they share the budget."""
         promoter = self._attached()
-        history = History(self.directory, self.context)
+        history = self.new_history()
         plan = LayerAhead(
-            history, self.layout, self._backing.segment, promoter, self._publisher, self._budget_for, clock=self._clock
+            [history],
+            self.layout,
+            self._backing.segment,
+            promoter,
+            self._publisher,
+            self._budget_for,
+            clock=self._clock,
+            windows=[rule.window for rule in self.rules],
         )
-        request = Request(self, history, plan)
+        request = Request(self, Row(history), plan)
         self._requests.append(request)
         return request
+
+    def new_history(self) -> History:
+        """An empty history in this memory."""
+        return History(self.directory, self.context)
 
     def generate_kwargs(self, request: Request | None = None) -> dict[str, Any]:
         """Keyword arguments for `model.generate`: those of `request`, or of a new request that becomes `latest`."""
@@ -188,7 +175,7 @@ class Memory:
         in all) after every slice. Refuses a budget that the finished prompt would not fit before anything is computed.
         """
         inner = self._inner()
-        request = self._require_own(request or self.request())
+        request = self.require_own(request or self.request())
         ids = [int(token) for token in token_ids]
         if not ids:
             raise ConfigurationError(Reason.EMPTY_PROMPT, "the prompt has no tokens", "pass at least one token")
@@ -214,17 +201,21 @@ class Memory:
         """Errors: `BudgetError`, with the budget that would do, when a history of `tokens` tokens does not fit."""
         self.log.require_fits(tokens, self.prefill_chunk, self._budget_for)
 
-    def save(self, name: str, request: Request | None = None) -> SaveReceipt:
+    def save(self, name: str, request: Request | None = None, *, row: int | None = None) -> SaveReceipt:
         """Store a request's committed rows under `name` as a new immutable snapshot. Blocks until they are written.
 
+        row: which of its sequences, where it has several. Rows of beams are not committed: of those, what was there
+        before the search is saved.
         Errors: `StoreError` when the store is full or read-only, `SessionError` for a name that is not legal.
         """
         inner = self._inner()
-        request = self._require_own(request or self.latest)
+        request = self.require_own(request or self.latest)
+        sequence = request.row if row is None else _sequence(request, row)
+        request.keep_drafts()
         request.replay(inner, ())
         while True:
             try:
-                receipt = save_session(request.history, self._publisher, self.store, self.layout, name, self._clock)
+                receipt = save_session(sequence.history, self._publisher, self.store, self.layout, name, self._clock)
                 break
             except DamagedError as error:
                 request.recover(inner, error)
@@ -246,10 +237,10 @@ class Memory:
         try:
             request, receipt = self._restore(name, wanted, sequence)
         except BudgetError:
-            self._take_memory(None)
+            self.take_memory(None)
             request, receipt = self._restore(name, wanted, sequence)
         self.log.restored(receipt)
-        request.restored_tokens = receipt.restored_tokens
+        request.row.restored_tokens = receipt.restored_tokens
         if receipt.reason not in (None, Reason.TOKENS_DIFFER):
             missing = receipt.wanted_tokens - receipt.restored_tokens
             request.recomputes.append(Recompute(receipt.restored_tokens, missing, receipt.reason, receipt.detail))
@@ -260,7 +251,7 @@ class Memory:
         if self._final is not None:
             return self._final
         totals = self._publisher.totals if self._publisher is not None else None
-        histories = [request.history for request in self._requests if not request.closed]
+        histories = [row.history for request in self._requests if not request.closed for row in request.rows]
         staged = max((request.plan.staged_peak for request in self._requests), default=0)
         recomputes = tuple(item for request in self._requests for item in request.recomputes)
         return self.log.ledger(histories, staged, totals, recomputes)
@@ -281,17 +272,27 @@ class Memory:
         if end < stop:
             yield end, stop
 
-    def activate(self, request: Request, rows: int) -> None:
-        """Give `request` the memory it needs for a step of `rows` rows, taking it from other requests if it must."""
+    @contextlib.contextmanager
+    def stock(self) -> Iterator[None]:
+        """Inside the block, calls may bring a cache of Transformers' own; outside it they are refused."""
+        self._attached()
+        with self._wrapping.stock():
+            yield
+
+    def activate(self, request: Request, rows: Sequence[int]) -> None:
+        """Give `request` the memory it needs for a step of `rows` rows of each of its sequences.
+
+        Takes it from other requests if it must.
+        """
         if self._active is not request:
             request.plan.dirty = True
             self._active = request
         try:
-            request.plan.begin_step(rows)
+            request.plan.begin_step(*rows)
         except BudgetError:
-            if not self._take_memory(request):
+            if not self.take_memory(request):
                 raise
-            request.plan.begin_step(rows)
+            request.plan.begin_step(*rows)
 
     def publish(self, record: ChunkRecord) -> None:
         """Queue a sealed chunk for the file tier."""
@@ -306,14 +307,30 @@ class Memory:
         if record.file is FileReplicaState.PUBLISHED:
             self.directory.mark(record, FileReplicaState.REVOKED)
 
-    @contextlib.contextmanager
-    def engaged(self) -> Iterator[None]:
+    def engaged(self) -> contextlib.AbstractContextManager[None]:
         """For one step, let the model call the registered attention function instead of its own."""
-        self.model.config._attn_implementation = self._name
-        try:
-            yield
-        finally:
-            self.model.config._attn_implementation = self._implementation
+        return self._wrapping.engaged()
+
+    @property
+    def cache_name(self) -> str:
+        """The keyword under which the model's forward takes a cache."""
+        return self._wrapping.cache_name
+
+    @property
+    def quiet_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of a forward call whose logits nobody wants."""
+        return self._wrapping.quiet_kwargs
+
+    def finish(self, done: Sequence[bool]) -> None:
+        """Note which sequences of the request that ran last `generate` has finished."""
+        if self._active is not None and not self._active.closed:
+            self._active.finish(done)
+
+    def begin_generation(self) -> None:
+        """A new call of `generate`: no sequence is finished yet."""
+        for request in self._requests:
+            for row in request.rows:
+                row.finished = False
 
     def _restore(self, name: str, wanted: list[int] | None, sequence: int | None) -> tuple[Request, RestoreReceipt]:
         request = self.request()
@@ -325,32 +342,42 @@ class Memory:
             raise
         return request, receipt
 
-    def _take_memory(self, request: Request | None) -> bool:
+    def take_memory(self, request: Request | None) -> bool:
         """Let all requests but `request` give up what they can; whether there are any."""
         others = [other for other in self._requests if other is not request and not other.closed]
         for other in others:
             other.plan.yield_memory()
         return bool(others)
 
-    def _require_own(self, request: Request, model: Any = None) -> Request:
+    def require_own(self, request: Request, model: Any = None) -> Request:
+        """`request`, if it is open and of this memory and model. Errors: `StateError`."""
         if request.memory is not self or (model is not None and model is not self.model):
             raise StateError(
                 Reason.OPERATION_UNSUPPORTED,
                 "the request belongs to another memory, or to another model than this one",
                 "pass a request of the memory that the model is attached to",
             )
-        request._require_open()
+        request.require_open()
         return request
 
     def _budget_for(self, slots: int) -> int:
         return slots * self._backing.stride + self._workspace_bytes
 
     def _attached(self) -> Promoter:
-        if self._original is None or self._promoter is None:
-            raise StateError(Reason.CLOSED, "the memory is not attached", "use it inside its `with` block")
+        self._inner()
+        assert self._promoter is not None
         return self._promoter
 
     def _inner(self) -> Callable[..., Any]:
-        if self._original is None:
+        original = self._wrapping.original
+        if original is None:
             raise StateError(Reason.CLOSED, "the memory is not attached", "use it inside its `with` block")
-        return self._original
+        return original
+
+
+def _sequence(request: Request, row: int) -> Row:
+    if not 0 <= row < len(request.rows):
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT, f"row={row} of a request of {len(request.rows)}", "count its sequences from 0"
+        )
+    return request.rows[row]

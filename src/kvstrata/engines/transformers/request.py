@@ -1,4 +1,4 @@
-"""One request: its history, its plan, and the forward steps that extend it."""
+"""One request: its sequences, its plan, and the forward steps that extend them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from kvstrata.contract.receipts import Recompute, StepReceipt
 from kvstrata.engines.transformers.cache import RequestCache
-from kvstrata.engines.transformers.inputs import OutputView, take_rows
-from kvstrata.errors import DamagedError, Reason, StateError
-from kvstrata.kernels.prefill import prefill_attention
+from kvstrata.engines.transformers.inputs import Columns, OutputView, Span, take_source
+from kvstrata.engines.transformers.row import Row
+from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
 from kvstrata.placement.layer_ahead import LayerAhead
 from kvstrata.store.history import History
 
@@ -27,101 +27,129 @@ _RECOVERIES = 8
 
 
 class Request:
-    """Rows of one sequence. Made by `Memory.request` or `Memory.restore`; closed with the memory.
+    """Rows of one sequence, or of several that are computed together. Made by `Memory.request` or `Memory.restore`;
+    closed with the memory.
 
-    cache: what Transformers gets as `past_key_values`. restored_tokens: rows that came from a session.
+    rows: the sequences. cache: what Transformers gets as `past_key_values`. recomputes: rows that were computed again.
     """
 
-    def __init__(self, memory: Memory, history: History, plan: LayerAhead) -> None:
+    def __init__(self, memory: Memory, row: Row, plan: LayerAhead) -> None:
         self.memory = memory
-        self.history = history
+        self.rows = [row]
         self.plan = plan
         self.cache = RequestCache(self, memory.context.abi.layers)
         self.recomputes: list[Recompute] = []
         self.last_step: StepReceipt | None = None
         self.closed = False
-        self.restored_tokens = 0
-        self._step: tuple[int, int] | None = None
-        self._owed: list[int] = []
+        self._spans: list[Span] | None = None
+        self._batch = 0
+        self._drafts = False
         self._recoveries = 0
 
     @property
+    def row(self) -> Row:
+        """The only sequence. Errors: `ConfigurationError` when there are several."""
+        if len(self.rows) != 1:
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT,
+                f"the request has {len(self.rows)} sequences",
+                f"name one: request.rows[0] to request.rows[{len(self.rows) - 1}], or row=0 for `save`",
+            )
+        return self.rows[0]
+
+    @property
+    def history(self) -> History:
+        """Rows of the only sequence."""
+        return self.row.history
+
+    @property
     def frontier(self) -> int:
-        """Committed rows, in tokens. Rows that a recovery was kept from recomputing count: the next step does it."""
-        return self.history.frontier + (0 if self.in_step else len(self._owed))
+        """Rows of the only sequence, in tokens."""
+        return self.row.history.frontier if self.in_step else self.row.frontier
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of the committed rows."""
-        return self.history.token_ids + self._owed
+        """Ids of the rows of the only sequence."""
+        return self.row.token_ids
+
+    @property
+    def width(self) -> int:
+        """Columns that the caller's tensors have by now: rows, padding, and what came after an end."""
+        return min(row.width for row in self.rows)
 
     @property
     def in_step(self) -> bool:
         """Whether the model is computing rows of this request just now."""
-        return self._step is not None
+        return self._spans is not None
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `model.generate` that continue this request."""
-        self._require_open()
-        return {"past_key_values": self.cache, "use_cache": True}
+        self.require_open()
+        return {self.memory.cache_name: self.cache, "use_cache": True}
 
     def forward(self, inner: Forward, input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward over the new rows, in slices whose bounds depend on positions only.
+        """Run the model's own forward over the new columns, in slices whose bounds depend on positions only.
 
-        A long input is cut at multiples of the memory's `prefill_chunk`. Where only the last row's logits are asked
-        for, that row is computed alone: a restored request computes it alone too, and gets the same bits.
+        A long input is cut at multiples of the memory's `prefill_chunk`. Where only the last column's logits are asked
+        for, it is computed alone: a restored request computes it alone too, and gets the same bits.
         """
-        self._require_open()
-        source = take_rows(input_ids, kwargs, self.frontier, self.memory.max_positions)
-        start, rows = self.frontier, int(source.shape[1])
-        name = "input_ids" if source is input_ids else "inputs_embeds"
-        view = OutputView.take(kwargs, rows, self.memory.model.config)
+        self.require_open()
+        source = take_source(input_ids, kwargs)
+        self._align(int(source.shape[0]))
+        columns = Columns.take(source, self.rows, kwargs, self.memory.max_positions)
+        view = OutputView.take(kwargs, columns.count, self.memory.model.config)
         self.replay(inner, ())
-        outputs, bounds = [], []
-        for begin, end in self.memory.slices(start, rows, last_alone=view.last_only, whole=view.whole):
-            first, stop = begin - start, end - start
-            part = source[:, first:stop]
-            ids = part[0].tolist() if name == "input_ids" else None
-            outputs.append(self._run(inner, {name: part}, ids, kwargs | view.arguments(first, stop)))
+        for row in self.rows:
+            row.keep_drafts()
+            drafts = columns.count if view.kept is None else len(view.kept) - 1
+            if self._drafts and drafts > 0:
+                row.draft(row.frontier + columns.count - drafts)
+        name = "input_ids" if source is input_ids else "inputs_embeds"
+        outputs, bounds, width = [], [], columns.width
+        for begin, end in self.memory.slices(width, columns.count, last_alone=view.last_only, whole=view.whole):
+            first, stop = begin - width, end - width
+            named = {name: source[:, first:stop]}
+            spans = columns.spans(first, stop)
+            outputs.append(self._run(inner, named, spans, kwargs | view.arguments(first, stop)))
+            columns.note_hidden(first, stop)
             bounds.append((first, stop))
         return view.join(outputs, bounds)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the new rows of `layer` and attend to everything up to them; [1, rows, query_heads, head_dim].
+        """Store the new rows of `layer`, attend to what they see; [batch, columns, query_heads, head_dim].
 
-        query [1, query_heads, rows, head_dim]; key, value [1, kv_heads, rows, head_dim]. Blocks until cold segments
-        are in.
+        query [batch, query_heads, columns, head_dim]; key, value [batch, kv_heads, columns, head_dim]. Columns that are
+        no rows get zeros. Blocks until cold segments are in.
         """
-        if self._step is None:
+        if self._spans is None:
             raise StateError(
                 Reason.NOT_COMMITTED,
                 "attention ran outside a step of this request",
                 "call the attached model itself, not one of its submodules",
             )
-        start, rows = self._step
-        table = self.plan.before_layer(layer)
-        kernel = self.memory.kernel
-        if rows == 1:
-            output = kernel.append_and_attend(key, value, query, table, start)
+        tables = self.plan.before_layer(layer)
+        batch, columns = query.shape[0], query.shape[2]
+        attention = self.memory.attention
+        if len(self._spans) == batch == 1 and self._spans[0].rows == columns:
+            (span,) = self._spans
+            table = tables[self._place(span)]
+            output = attention(query, key, value, table, span.start, scale, window, sinks)
         else:
-            kernel.append(key, value, table, start)
-            size = self.memory.prefill_chunk
-            parts = [
-                prefill_attention(
-                    query[:, :, i : i + size],
-                    table,
-                    start + i,
-                    key[:, :, i : i + size],
-                    value[:, :, i : i + size],
-                    scale,
-                    kernel.gather,
-                    self.memory.workspace,
-                )
-                for i in range(0, rows, size)
-            ]
-            output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            output = query.new_zeros(batch, columns, query.shape[1], query.shape[3])
+            for span in self._spans:
+                own = slice(span.batch, span.batch + 1)
+                q, k, v = (tensor[own][:, :, span.columns] for tensor in (query, key, value))
+                table = tables[self._place(span)]
+                output[span.batch, span.columns] = attention(q, k, v, table, span.start, scale, window, sinks)[0]
         self.plan.after_layer(layer)
         return output
 
@@ -131,55 +159,154 @@ class Request:
         Errors: `error` itself where the tokens are not known, or when chunks keep being damaged.
         """
         digest = bytes.fromhex(error.chunk)
-        index = next((i for i, record in enumerate(self.history.chunks) if record.digest == digest), None)
-        if index is None or not self.history.named or self._recoveries == _RECOVERIES:
+        found = [
+            (row, index)
+            for row in self.rows
+            for index, record in enumerate(row.history.chunks)
+            if record.digest == digest
+        ]
+        if not found or not all(row.history.named for row, _ in found) or self._recoveries == _RECOVERIES:
             raise error
         self._recoveries += 1
-        position = index * self.history.context.chunk_tokens
-        tokens = self.history.token_ids[position:]
-        self.memory.revoke(self.history.chunks[index])
-        # Noted before the rows are given up: whatever ends the recovery, the next step goes on with it.
-        self._owed = tokens + self._owed
-        self.history.rewind(position)
-        self.recomputes.append(Recompute(position, len(tokens), error.reason, error.cause))
-        self.memory.log.recomputed(len(tokens), max(0, self.restored_tokens - position))
-        self.restored_tokens = min(self.restored_tokens, position)
-        self._repay(inner, len(tokens))
+        self.memory.revoke(found[0][0].history.chunks[found[0][1]])
+        for row, index in found:
+            position = index * row.history.context.chunk_tokens
+            tokens = row.history.token_ids[position:]
+            # Noted before the rows are given up: whatever ends the recovery, the next step goes on with it.
+            row.owed = tokens + row.owed
+            row.history.rewind(position)
+            self.recomputes.append(Recompute(position, len(tokens), error.reason, error.cause))
+            self.memory.log.recomputed(len(tokens), max(0, row.restored_tokens - position))
+            row.restored_tokens = min(row.restored_tokens, position)
+        for row, _ in found:
+            self._repay(inner, row)
 
     def replay(self, inner: Forward, tokens: Sequence[int]) -> None:
-        """Compute the rows of known tokens, those of an interrupted recovery first; no logits are kept."""
+        """Compute the rows of known tokens, those that are owed first; no logits are kept.
+
+        tokens: they continue the only sequence.
+        """
         self._recoveries = 0
-        self._repay(inner, len(self._owed))
-        start = self.history.frontier
+        for row in self.rows:
+            self._repay(inner, row)
+        if not tokens:
+            return
+        row = self.row
+        start = row.history.frontier
         for first, stop in self.memory.slices(start, len(tokens)):
-            self._run_known(inner, list(tokens[first - start : stop - start]))
+            self._run_known(inner, row, list(tokens[first - start : stop - start]))
+
+    def crop(self, width: int) -> None:
+        """Take back all columns from `width` on."""
+        for row in self.rows:
+            row.crop(width)
+
+    def record_drafts(self) -> None:
+        """From now on, rows of a call that wants the logits of several columns stay drafts until the next call."""
+        self._drafts = True
+
+    def keep_drafts(self) -> None:
+        """What was a draft until now stays."""
+        for row in self.rows:
+            row.keep_drafts()
+
+    def select(self, indices: Sequence[int], *, beams: bool = False) -> None:
+        """Go on with the sequences `indices`, each a copy where it is named more than once; drop the others.
+
+        beams: the rows from here on belong to beams and are never committed. Errors: `BudgetError` when the copies of
+        the open tails do not fit.
+        """
+        sources, taken, chosen = self.rows, set[int](), list[Row]()
+        try:
+            for index, row in enumerate(sources):
+                if beams:
+                    row.hold()
+                if index not in indices:
+                    row.close()
+            for index in indices:
+                chosen.append(self._fork(sources[index]) if index in taken else sources[index])
+                taken.add(index)
+        except BaseException:
+            for row in chosen:
+                row.close()
+            self.close()
+            raise
+        self.rows = chosen
+        self.plan.replace([row.history for row in chosen])
+
+    def finish(self, done: Sequence[bool]) -> None:
+        """Note which sequences are finished: what comes after their end is nobody's history."""
+        if len(done) == len(self.rows):
+            for row, ended in zip(self.rows, done, strict=True):
+                row.finished = row.finished or ended
 
     def close(self) -> None:
         """Give up all rows."""
         if not self.closed:
             self.closed = True
             self.plan.close()
-            self.history.close()
+            for row in self.rows:
+                row.close()
 
-    def _repay(self, inner: Forward, rows: int) -> None:
-        for first, stop in self.memory.slices(self.history.frontier, rows):
-            self._run_known(inner, self._owed[: stop - first])
-            del self._owed[: stop - first]
+    def require_open(self) -> None:
+        """Errors: `StateError` when the request is closed."""
+        if self.closed:
+            raise StateError(Reason.CLOSED, "the request is closed", "ask the memory for a new request")
 
-    def _run_known(self, inner: Forward, ids: list[int]) -> None:
+    def _align(self, batch: int) -> None:
+        """A row for each sequence of a first batch; all as wide as the shortest, should a step have been cut short."""
+        if len(self.rows) == 1 < batch and not self.rows[0].width:
+            self.rows += [Row(self.memory.new_history()) for _ in range(batch - 1)]
+            self.plan.replace([row.history for row in self.rows])
+        width = self.width
+        for row in self.rows:
+            if row.width > width:
+                row.crop(width)
+
+    def _place(self, span: Span) -> int:
+        return next(index for index, row in enumerate(self.rows) if row is span.row)
+
+    def _fork(self, row: Row) -> Row:
+        other = row.fork()
+        if other is None:
+            self.plan.yield_memory()
+            other = row.fork()
+        if other is None:
+            self.memory.take_memory(self)
+            other = row.fork()
+        if other is None:
+            need = self.memory.budget + self.memory.layout.segment_bytes * len(row.history.tail) * self.plan.layers
+            raise BudgetError(
+                Reason.BUDGET_TOO_SMALL,
+                f"a copy of the open tail of a sequence does not fit the budget of {self.memory.budget} bytes",
+                f"pass budget={need} or more, fewer beams or sequences, or smaller chunk_tokens",
+                required_bytes=need,
+            )
+        return other
+
+    def _repay(self, inner: Forward, row: Row) -> None:
+        for first, stop in self.memory.slices(row.history.frontier, len(row.owed)):
+            self._run_known(inner, row, row.owed[: stop - first])
+            del row.owed[: stop - first]
+
+    def _run_known(self, inner: Forward, row: Row, ids: list[int]) -> None:
         named = {"input_ids": torch.tensor([ids], device=self.memory.device)}
-        self._run(inner, named, ids, self.memory.quiet_kwargs)
+        span = Span(row, 0, slice(0, len(ids)), row.history.frontier, len(ids), ids)
+        self._run(inner, named, [span], self.memory.quiet_kwargs)
 
-    def _run(self, inner: Forward, named: dict[str, Any], ids: list[int] | None, kwargs: dict[str, Any]) -> Any:
-        rows = next(iter(named.values())).shape[1]
-        for record in self.history.settle():
-            self.memory.publish(record)
+    def _run(self, inner: Forward, named: dict[str, Any], spans: list[Span], kwargs: dict[str, Any]) -> Any:
+        counts = [sum(span.rows for span in spans if span.row is row) for row in self.rows]
+        positions = _positions(next(iter(named.values())), spans)
+        for row in self.rows:
+            for record in row.history.settle():
+                self.memory.publish(record)
         while True:
             try:
-                self.memory.activate(self, rows)
-                self._step = (self.history.frontier, rows)
+                self.memory.activate(self, counts)
+                self._spans = spans
                 with torch.no_grad(), self.memory.engaged():
-                    output = inner(**named, **kwargs, past_key_values=self.cache, use_cache=True, attention_mask=None)
+                    given = {self.memory.cache_name: self.cache, "use_cache": True, "attention_mask": None}
+                    output = inner(**named, **kwargs, **given, position_ids=positions)
             except DamagedError as error:
                 self._abort()
                 self.recover(inner, error)
@@ -188,18 +315,22 @@ class Request:
                 self._abort()
                 raise
             break
-        start, self._step = self.history.frontier, None
-        sealed = self.history.commit(rows, ids)
+        self._spans = None
+        sealed = [record for span in spans for record in span.row.history.commit(span.rows, span.ids)]
         for record in sealed:
             self.memory.publish(record)
-        self.last_step = self.plan.end_step(start, rows, len(sealed))
+        self.last_step = self.plan.end_step(len(sealed))
         self.memory.log.step(self.last_step)
         return output
 
     def _abort(self) -> None:
-        self._step = None
+        self._spans = None
         self.plan.abort_step()
 
-    def _require_open(self) -> None:
-        if self.closed:
-            raise StateError(Reason.CLOSED, "the request is closed", "ask the memory for a new request")
+
+def _positions(source: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """Position of every column, [batch, columns]: of a row in its own sequence, 0 for columns that are no rows."""
+    positions = torch.zeros(source.shape[:2], dtype=torch.long)
+    for span in spans:
+        positions[span.batch, span.columns] = torch.arange(span.start, span.start + span.rows)
+    return positions.to(source.device)

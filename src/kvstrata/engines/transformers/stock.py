@@ -31,7 +31,7 @@ def filled_stock_cache(request: Request) -> Any:
     memory = request.memory
     layout, rows = memory.layout, request.frontier
     cache = stock_cache(memory.model)
-    for layer, table in enumerate(request.plan.tables):
+    for layer, table in enumerate(request.plan.tables[0].layers):
         key, value = (
             torch.empty(layout.kv_heads, rows, layout.head_dim, dtype=memory.model.dtype, device=memory.device)
             for _ in range(2)

@@ -23,9 +23,9 @@ def fill(memory: Memory, tokens: int, seed: int = 0) -> Request:
     request = memory.request()
     for start in range(0, tokens, _STEP):
         stop = min(tokens, start + _STEP)
-        memory.activate(request, stop - start)
+        memory.activate(request, [stop - start])
         for layer in range(abi.layers):
-            table = request.plan.before_layer(layer)
+            (table,) = request.plan.before_layer(layer)
             key, value = rows[layer, :, :, :, start:stop]
             memory.kernel.append(key, value, table, start)
             request.plan.after_layer(layer)

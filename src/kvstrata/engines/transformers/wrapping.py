@@ -1,0 +1,137 @@
+"""What is replaced on a model while it is attached, and put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation import StoppingCriteriaList
+
+from kvstrata.engines.transformers import attention
+from kvstrata.engines.transformers.cache import RequestCache
+from kvstrata.errors import Reason, StateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from kvstrata.engines.transformers.memory import Memory
+
+__all__ = ["Wrapping"]
+
+_CRITERIA = "_get_stopping_criteria"
+
+
+class Wrapping:
+    """Replaces `forward` on one model object, and listens to the stopping criteria of its `generate`.
+
+    original: the model's own forward, `None` outside. cache_name: its keyword for a cache. quiet_kwargs: see `Memory`.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._model = memory.model
+        self._name = f"kvstrata-{id(memory):x}"
+        self._implementation: str | None = None
+        self._stock = 0
+        self.original: Callable[..., Any] | None = None
+        accepted = inspect.signature(self._model.forward).parameters
+        self.cache_name = "past_key_values" if "past_key_values" in accepted else "cache"
+        self.quiet_kwargs: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._names = list(accepted)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model is replaced now."""
+        return self.original is not None
+
+    def enter(self) -> None:
+        """Replace. Errors: `StateError` when something else has replaced the model's forward."""
+        if "forward" in vars(self._model):
+            raise StateError(
+                Reason.ALREADY_ATTACHED, "the model's forward is replaced already", "leave the other `with` block first"
+            )
+        attention.register(self._name)
+        self.original = self._model.forward
+        self._implementation = self._model.config._attn_implementation
+        # Bound methods, so that a deep copy of the model gets its own and not a way to this model.
+        self._model.forward = types.MethodType(self._forward(), self._model)
+        if hasattr(self._model, _CRITERIA):
+            setattr(self._model, _CRITERIA, types.MethodType(self._stopping_criteria(), self._model))
+
+    def leave(self) -> None:
+        """Put everything back."""
+        self.original = None
+        del self._model.forward
+        vars(self._model).pop(_CRITERIA, None)
+        attention.unregister(self._name)
+
+    @contextlib.contextmanager
+    def engaged(self) -> Iterator[None]:
+        """For one step, let the model call the registered attention function instead of its own."""
+        self._model.config._attn_implementation = self._name
+        try:
+            yield
+        finally:
+            self._model.config._attn_implementation = self._implementation
+
+    @contextlib.contextmanager
+    def stock(self) -> Iterator[None]:
+        """Let calls with other caches pass."""
+        self._stock += 1
+        try:
+            yield
+        finally:
+            self._stock -= 1
+
+    def _forward(self) -> Callable[..., Any]:
+        original, memory, names = self.original, self._memory, self._names
+        assert original is not None
+        function = original.__func__  # type: ignore[attr-defined]
+
+        @functools.wraps(function)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs.update(zip(names, args, strict=False))
+            cache = kwargs.get("past_key_values")
+            if cache is None:
+                cache = kwargs.get("cache")
+            if isinstance(cache, RequestCache):
+                memory.require_own(cache.request, model)
+                return cache.request.forward(original, kwargs.pop("input_ids", None), kwargs)
+            if cache is not None and not self._stock and model is memory.model:
+                raise UnsupportedError(
+                    Reason.OPERATION_UNSUPPORTED,
+                    f"the call brings a {type(cache).__name__}, which is not this memory's",
+                    "pass **memory.generate_kwargs(), or make the call inside `with memory.stock():`",
+                )
+            return function(model, **kwargs)
+
+        return forward
+
+    def _stopping_criteria(self) -> Callable[..., Any]:
+        memory = self._memory
+        function = getattr(self._model, _CRITERIA).__func__
+
+        @functools.wraps(function)
+        def criteria(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model is memory.model:
+                memory.begin_generation()
+                return _Listening(function(model, *args, **kwargs), memory.finish)
+            return function(model, *args, **kwargs)
+
+        return criteria
+
+
+class _Listening(StoppingCriteriaList):
+    """The criteria as they were, and somebody who is told which sequences they end."""
+
+    def __init__(self, criteria: list[Any], tell: Callable[[list[bool]], None]) -> None:
+        super().__init__(criteria)
+        self._tell = tell
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        done: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
+        self._tell(done.tolist())
+        return done
