@@ -215,10 +215,11 @@ def test_sinks_of_any_dtype_and_stride(level: str) -> None:
     wide = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     expected = attention.attend(query, table, 50, sinks=wide[:, 1].float().contiguous())
     assert torch.equal(attention.attend(query, table, 50, sinks=wide[:, 1]), expected)
-    parameter = torch.nn.Parameter(wide[:, 1].clone())
-    out = attention.append_and_attend(key[:, :, 49:], value[:, :, 49:], query, table, 49, sinks=parameter)
-    assert torch.equal(out, expected)
-    assert not out.requires_grad
+    for dtype in (torch.bfloat16, torch.float32):
+        parameter = torch.nn.Parameter(wide[:, 1].to(dtype))
+        out = attention.append_and_attend(key[:, :, 49:], value[:, :, 49:], query, table, 49, sinks=parameter)
+        assert torch.equal(out, expected)
+        assert not out.requires_grad
 
 
 @pytest.mark.parametrize("level", LEVELS)

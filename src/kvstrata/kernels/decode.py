@@ -144,7 +144,7 @@ class DecodeAttention:
         if self._native is None or not table.native:
             state = attend_pages(table, query.view(self._out_shape[2:]), start, tokens, scale)
             if sinks is not None:
-                state = state.with_sinks(sinks)
+                state = state.with_sinks(sinks.detach())
             return state.output(self._dtype).view(self._out_shape)
         out = query.new_empty(self._out_shape)
         status = self._native.attend(
@@ -205,7 +205,9 @@ class DecodeAttention:
     def _checked_sinks(self, sinks: Tensor, device: torch.device) -> Tensor:
         if sinks.shape != self._query_shape[1:2]:
             raise _invalid(f"sinks must be {self._query_shape[1:2]}, got {tuple(sinks.shape)}")
-        return sinks.detach().to(device, torch.float32).contiguous()
+        if sinks.dtype == torch.float32 and sinks.device == device and sinks.is_contiguous():
+            return sinks  # a decode step's usual case: even conversions that change nothing cost microseconds
+        return sinks.to(device, torch.float32).contiguous()
 
     def _check_step(self, table: BlockTable, start: int, position: int) -> None:
         self._check_range(table, position, position + 1)

@@ -14,73 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.kernels.paged import torch_dtype
+from kvstrata.kernels.prefill_workspace import PIECE_TOKENS, PrefillWorkspace, check_window, prefill_workspace_bytes
 
 __all__ = ["PIECE_TOKENS", "PrefillWorkspace", "prefill_attention", "prefill_workspace_bytes"]
 
-PIECE_TOKENS = 2048
-"""Tokens of history widened at a time. Below about 1024 the attention operator loses speed."""
-
 Gather = Callable[[BlockTable, int, int, Tensor, Tensor], None]
-
-
-class PrefillWorkspace:
-    """Buffers of `prefill_attention` for blocks of up to `rows` rows; reused by all layers of one layout.
-
-    Not for two threads at once.
-    """
-
-    def __init__(
-        self,
-        layout: SegmentLayout,
-        rows: int,
-        piece_tokens: int = PIECE_TOKENS,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        _check_sizes(rows, piece_tokens)
-        self.layout = layout
-        self.rows = rows
-        self.piece_tokens = piece_tokens
-        self._buffer = torch.empty(_held_floats(layout, rows, piece_tokens), device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held. The transient rest of `prefill_workspace_bytes` is allocated and freed inside each call."""
-        return self._buffer.nbytes
-
-    def carve(self, *shapes: tuple[int, ...]) -> list[Tensor]:
-        """Disjoint fp32 views of the buffer."""
-        views, at = [], 0
-        for shape in shapes:
-            size = torch.Size(shape).numel()
-            views.append(self._buffer[at : at + size].view(shape))
-            at += size
-        return views
-
-
-def prefill_workspace_bytes(
-    layout: SegmentLayout, rows: int, piece_tokens: int = PIECE_TOKENS, window: int | None = None
-) -> int:
-    """Bytes that `prefill_attention` uses on the CPU beyond its inputs and its output, for a block of `rows` rows.
-
-    Counts the `PrefillWorkspace` and what each call allocates for a moment: two fp32 outputs, the logarithms of their
-    denominators, the score blocks of PyTorch's attention operator, one for each of its threads, and, with a `window` in
-    tokens, one reversed piece. The workspace itself does not depend on the window, and a layer without one needs no
-    more than a layer with one.
-    """
-    _check_sizes(rows, piece_tokens)
-    outputs = 2 * layout.query_heads * rows * layout.head_dim
-    denominators = 4 * layout.query_heads * rows
-    triangle = _operator_floats(layout, rows, rows)
-    operator = max(triangle, _operator_floats(layout, layout.query_group * rows, piece_tokens))
-    reversed_piece = 0
-    if window is not None:
-        _check_window(window)
-        reversed_piece = 2 * layout.kv_heads * min(piece_tokens, rows - 1, window - 1) * layout.head_dim
-    return 4 * (_held_floats(layout, rows, piece_tokens) + outputs + denominators + operator + reversed_piece)
 
 
 def prefill_attention(
@@ -121,7 +62,7 @@ def prefill_attention(
     if not 0 <= past_tokens <= table.capacity:
         raise _invalid(f"past_tokens must be from 0 to {table.capacity}, got {past_tokens}")
     if window is not None:
-        _check_window(window)
+        check_window(window)
     if sinks is not None:
         if sinks.shape != (layout.query_heads,):
             raise _invalid(f"sinks must be ({layout.query_heads},), got {tuple(sinks.shape)}")
@@ -152,7 +93,7 @@ def prefill_attention(
 
 @dataclass(frozen=True)
 class _History:
-    """Rows before and inside the block as fp32 pieces: those before it from the table, its own from `new`."""
+    """Rows as fp32 pieces: those before the block from the table, its own from `new`."""
 
     table: BlockTable
     past: int
@@ -162,15 +103,16 @@ class _History:
     piece_tokens: int
 
     def piece(self, start: int, stop: int) -> Tensor:
-        """K and V [2, kv_heads, stop - start, head_dim] of at most `piece_tokens` tokens; valid until the next call."""
-        own = self.new[:, :, max(0, start - self.past) : max(0, stop - self.past)]
+        """K and V [2, kv_heads, stop - start, head_dim] of at most `piece_tokens` tokens; valid until the next call.
+
+        A piece lies on one side of `past`: rows that follow a whole window of new rows do not see beyond those.
+        """
         if start >= self.past:
-            return own
-        heads, dim = own.shape[1], own.shape[3]
+            return self.new[:, :, start - self.past : stop - self.past]
+        assert stop <= self.past
+        heads, dim = self.new.shape[1], self.new.shape[3]
         piece = self.buffer[: 2 * heads * (stop - start) * dim].view(2, heads, stop - start, dim)
-        before = min(stop, self.past) - start
-        self.gather(self.table, start, start + before, piece[0, :, :before], piece[1, :, :before])
-        piece[:, :, before:].copy_(own)
+        self.gather(self.table, start, stop, piece[0], piece[1])
         return piece
 
 
@@ -237,30 +179,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: 
 def _flash() -> Callable[..., tuple[Tensor, Tensor]] | None:
     # A private operator of PyTorch, and the only one on the CPU that also returns the denominators.
     return getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-
-
-def _held_floats(layout: SegmentLayout, rows: int, piece_tokens: int) -> int:
-    query = layout.query_heads * rows
-    return layout.head_dim * (query + 2 * layout.kv_heads * rows + 2 * layout.kv_heads * piece_tokens)
-
-
-def _operator_floats(layout: SegmentLayout, query_rows: int, key_rows: int) -> int:
-    # Block sizes read from PyTorch's CPU flash attention (2.9 to 2.13): scores, two running values and the output of
-    # each block of query rows, for each thread.
-    block = min(query_rows, 256 if query_rows >= 768 else 64 if query_rows >= 192 else 32)
-    return torch.get_num_threads() * block * (min(key_rows, 512) + 2 + layout.head_dim)
-
-
-def _check_sizes(rows: int, piece_tokens: int) -> None:
-    if rows < 1:
-        raise _invalid(f"rows must be at least 1, got {rows}")
-    if piece_tokens < 1:
-        raise _invalid(f"piece_tokens must be at least 1, got {piece_tokens}")
-
-
-def _check_window(window: int) -> None:
-    if window < 1:
-        raise _invalid(f"window must be at least 1, got {window}")
 
 
 def _invalid(cause: str) -> ConfigurationError:
