@@ -37,6 +37,15 @@ class Letters(Words):
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
 
+class Marked(Words):
+    """Begins with a marker where that is asked for."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
+        ids = super().__call__(text, add_special_tokens=False)
+        ids.input_ids[:0] = [-1] * add_special_tokens
+        return ids
+
+
 @pytest.fixture(scope="module")
 def tokenizer(smollm2_path: Path) -> Any:
     from transformers import AutoTokenizer
@@ -63,6 +72,11 @@ def test_prose_starts_where_asked(tokenizer: Any) -> None:
     assert tokenizer.decode(prose(400, tokenizer, start=5)).startswith(paragraphs()[5])
 
 
+def test_there_is_prose_for_twelve_thousand_tokens_of_any_tokenizer() -> None:
+    assert sum(len(paragraph.split()) for paragraph in paragraphs()) > 12_000
+    assert len(reading_task(Words(), 12_000).prompt_ids) == 12_000
+
+
 @pytest.mark.parametrize("tokens", [0, -1, 10_000_000])
 def test_impossible_length_of_prose_is_refused(tokens: int) -> None:
     with pytest.raises(ConfigurationError, match=f"tokens is {tokens}"):
@@ -80,7 +94,7 @@ def test_task_has_exactly_the_tokens_of_its_text(tokenizer: Any, tokens: int) ->
 
 @settings(max_examples=30)
 @given(
-    splitter=st.sampled_from([Words(), Letters()]),
+    splitter=st.sampled_from([Words(), Letters(), Marked()]),
     tokens=st.integers(250, 3000),
     depth=st.floats(0, 1),
     seed=st.integers(0, 1000),
@@ -90,6 +104,12 @@ def test_task_without_a_template(splitter: Tokenizer, tokens: int, depth: float,
     assert len(task.prompt_ids) == tokens
     assert task == reading_task(splitter, tokens, depth=depth, seed=seed)
     assert task.text.count(task.answer) == 1
+
+
+def test_task_without_a_template_begins_as_the_tokenizer_begins_a_text() -> None:
+    task = reading_task(Marked(), 500)
+    assert len(task.prompt_ids) == 500
+    assert task.prompt_ids == [-1, *Words()(task.text, add_special_tokens=False).input_ids]
 
 
 def test_depth_places_the_fact() -> None:

@@ -44,6 +44,9 @@ def demo(
         Path | None,
         typer.Option("--store", metavar="PATH", help="Keep the history there. Default: below --out, then removed."),
     ] = None,
+    restores: Annotated[
+        int, typer.Option("--restores", metavar="N", help="New processes that restore, each what the one before saved.")
+    ] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Chooses the text and the planted fact.")] = 0,
     json: JsonOption = False,
 ) -> int:
@@ -52,7 +55,7 @@ def demo(
     The stock Transformers cache does the same work beside it. Exit code 1 when a check fails.
     """
     output = Output(json)
-    options = DemoOptions(out, model, dtype, quick, tokens, new_tokens, budget, store, seed)
+    options = DemoOptions(out, model, dtype, quick, tokens, new_tokens, budget, store, seed, restores)
     with _Display() as display:
         outcome = run_demo(options, display.show)
     output.result(outcome.summary, _text(options, outcome))

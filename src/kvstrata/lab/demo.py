@@ -19,7 +19,7 @@ from typing import Any
 
 from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.lab.demo_checks import Check, run_checks
-from kvstrata.lab.demo_job import PROCESSES, STAGES, DemoJob
+from kvstrata.lab.demo_job import RESTORED, DemoJob
 from kvstrata.lab.demo_process import Progress, StageFailure, run_stages
 from kvstrata.lab.report import write_report
 from kvstrata.store import Store
@@ -34,6 +34,7 @@ _FEWEST_NEW_TOKENS, _QUICK_NEW_TOKENS = 2, 16
 class DemoOptions:
     """out: directory of the results. tokens: length of the prompt; by default 6144, or 1280 when `quick`.
 
+    restores: processes that restore one after the other, each what the one before saved.
     store: a directory to keep; without it one below `out`, removed when all went well. The others are as for
     `kvstrata.attach` and `kvstrata.load_model`.
     """
@@ -47,6 +48,7 @@ class DemoOptions:
     budget: str | None = None
     store: Path | None = None
     seed: int = 0
+    restores: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,11 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoOutcome:
     written, `StoreError` for a store that cannot be used.
     """
     tokens = options.tokens if options.tokens is not None else QUICK_TOKENS if options.quick else FULL_TOKENS
-    for field, value, least in (("tokens", tokens, 1), ("new_tokens", options.new_tokens, _FEWEST_NEW_TOKENS)):
+    for field, value, least in (
+        ("tokens", tokens, 1),
+        ("new_tokens", options.new_tokens, _FEWEST_NEW_TOKENS),
+        ("restores", options.restores, 1),
+    ):
         if value < least:
             raise ConfigurationError(Reason.INVALID_ARGUMENT, f"{field} is {value}", f"use {least} or more")
     started = time.perf_counter()
@@ -89,6 +95,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoOutcome:
             work=str(work.resolve()),
             salt=secrets.token_hex(8),
             seed=options.seed,
+            restores=options.restores,
         )
         if options.quick:
             job = replace(job, rounds=job.rounds // 2, new_tokens=min(job.new_tokens, _QUICK_NEW_TOKENS))
@@ -115,7 +122,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoOutcome:
 
 def _run_stages(job: DemoJob, progress: Progress) -> tuple[dict[str, dict[str, Any]], StageFailure | None]:
     results: dict[str, dict[str, Any]] = {}
-    for stages in PROCESSES:
+    for stages in job.processes:
         for stage, result in zip(stages, run_stages(stages, job, progress), strict=False):
             if isinstance(result, StageFailure):
                 return results, result
@@ -125,7 +132,9 @@ def _run_stages(job: DemoJob, progress: Progress) -> tuple[dict[str, dict[str, A
 
 def _summary(job: DemoJob, results: Mapping[str, Mapping[str, Any]], quick: bool) -> dict[str, Any]:
     """Every key of the summary; `None` for what was not reached."""
-    prepared, cold, back, stock, timing = (results.get(stage, {}) for stage in STAGES)
+    stages = ("prepare", "cold", RESTORED, "stock", "timing")
+    prepared, cold, back, stock, timing = (results.get(stage, {}) for stage in stages)
+    restored = [results[stage] for stage in job.restored_stages if stage in results]
     ledger, cold_ledger = back.get("ledger") or {}, cold.get("ledger") or {}
     median = timing.get("median_ms") or {}
     faster = min(("sdpa", "eager"), key=lambda name: median[name]) if median else None
@@ -140,8 +149,10 @@ def _summary(job: DemoJob, results: Mapping[str, Mapping[str, Any]], quick: bool
         "history_tokens": cold.get("history_tokens"),
         "history_bytes": cold.get("history_bytes"),
         "device_budget_bytes": cold.get("device_budget_bytes"),
-        "peak_device_bytes": _most(cold_ledger.get("peak_device_bytes"), ledger.get("peak_device_bytes")),
-        "rss_growth_bytes": _most(cold.get("rss_growth_bytes"), back.get("rss_growth_bytes")),
+        "peak_device_bytes": _most(
+            cold_ledger.get("peak_device_bytes"), *(run["ledger"]["peak_device_bytes"] for run in restored)
+        ),
+        "rss_growth_bytes": _most(cold.get("rss_growth_bytes"), *(run["rss_growth_bytes"] for run in restored)),
         "stock_rss_growth_bytes": stock.get("rss_growth_bytes"),
         "chunk_tokens": cold.get("chunk_tokens"),
         "prefill_chunk": cold.get("prefill_chunk"),
@@ -154,9 +165,12 @@ def _summary(job: DemoJob, results: Mapping[str, Mapping[str, Any]], quick: bool
         "recomputed_tokens": ledger.get("tokens_recomputed"),
         "same_tokens": back["tokens"] == cold["tokens"] if back else None,
         "max_logprob_difference": back.get("max_logprob_difference"),
+        "restores": [_restored(run, cold) for run in restored],
         "stock_same_tokens": stock["tokens"] == cold["tokens"] if stock else None,
         "stock_max_logprob_difference": stock.get("max_logprob_difference"),
-        "decode_ms_per_token": _mean(cold.get("decode_ms_per_token"), back.get("decode_ms_per_token")),
+        "decode_ms_per_token": _mean(
+            cold.get("decode_ms_per_token"), *(run["decode_ms_per_token"] for run in restored)
+        ),
         "resident_decode_ms_per_token": median.get("kvstrata"),
         "baseline_decode_ms_per_token": median.get(faster),
         "baseline_attention": faster,
@@ -177,6 +191,16 @@ def _summary(job: DemoJob, results: Mapping[str, Mapping[str, Any]], quick: bool
         "seed": job.seed,
         "environment": prepared.get("environment"),
         "failure": None,
+    }
+
+
+def _restored(run: Mapping[str, Any], cold: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "first_token_s": run["first_token_s"],
+        "restored_tokens": run["ledger"]["tokens_restored"],
+        "recomputed_tokens": run["ledger"]["tokens_recomputed"],
+        "same_tokens": run["tokens"] == cold["tokens"],
+        "max_logprob_difference": run["max_logprob_difference"],
     }
 
 

@@ -8,12 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CHUNKINGS", "PROCESSES", "STAGES", "DemoJob", "Reporter"]
+__all__ = ["CHUNKINGS", "RESTORED", "DemoJob", "Reporter"]
 
-PROCESSES = (("prepare", "cold"), ("restored",), ("stock", "timing"))
-"""Stages in order, by the process that runs them: importing the libraries takes longer than most stages."""
-
-STAGES = tuple(stage for stages in PROCESSES for stage in stages)
+RESTORED = "restored"
+"""The first restored stage; further ones are `restored-2`, `restored-3` and so on."""
 
 CHUNKINGS = ((256, 512), (128, 256), (64, 128), (64, 64))
 """(chunk_tokens, prefill_chunk), best first; the first that the budget can hold is used."""
@@ -25,8 +23,9 @@ class DemoJob:
 
     model, dtype: as for `load_model`. tokens: length of the prompt. new_tokens: length of the answer. budget: as for
     `attach`, or `None` for a quarter of the history. store: directory of the store. work: directory for what the stages
-    pass on. salt: keeps the chunks of this run apart from those of earlier ones in the same store. rounds: interleaved
-    rounds of the timing stage, of `steps` steps each.
+    pass on. salt: keeps the chunks of this run apart from those of earlier ones in the same store. restores: processes
+    that restore, each what the one before it saved. rounds: interleaved rounds of the timing stage, of `steps` steps
+    each.
     """
 
     model: str
@@ -37,10 +36,26 @@ class DemoJob:
     store: str
     work: str
     salt: str
+    restores: int = 1
     session: str = "demo"
     seed: int = 0
     rounds: int = 5
     steps: int = 4
+
+    @property
+    def restored_stages(self) -> tuple[str, ...]:
+        """The stages that restore, in order."""
+        return RESTORED, *(f"{RESTORED}-{number}" for number in range(2, self.restores + 1))
+
+    @property
+    def processes(self) -> tuple[tuple[str, ...], ...]:
+        """Stages in order, by the process that runs them: importing the libraries takes longer than most stages."""
+        return ("prepare", "cold"), *((stage,) for stage in self.restored_stages), ("stock", "timing")
+
+    def saver(self, stage: str) -> str:
+        """The stage whose session a restored stage restores."""
+        place = self.restored_stages.index(stage)
+        return self.restored_stages[place - 1] if place else "cold"
 
     def write(self, path: Path) -> None:
         """Save as JSON."""

@@ -155,17 +155,20 @@ def read_cold(job: DemoJob, report: Reporter) -> dict[str, Any]:
         }
 
 
-def restore(job: DemoJob, report: Reporter) -> dict[str, Any]:
-    """In a fresh process: bring the saved history back and answer again."""
+def restore(stage: str, job: DemoJob, report: Reporter) -> dict[str, Any]:
+    """In a fresh process: bring back what the process before saved, answer again, save again."""
     prompt, cold = job.prompt(), job.result("cold")
+    sequence = job.result(job.saver(stage))["save"]["sequence"]
     loaded = warm_model(job, prompt, report)
     before = resident_bytes()
     with _attached(loaded, job, len(prompt), (cold["chunk_tokens"], cold["prefill_chunk"])) as memory:
         report("restoring", 0, 0)
         start = time.perf_counter()
-        request, receipt = memory.restore(job.session, prompt)
+        request, receipt = memory.restore(job.session, prompt, sequence=sequence)
         clock = StepClock(report, job.new_tokens)
         tokens, logits = answer(loaded.model, prompt, clock, job, request.generate_kwargs())
+        report("saving", 0, 0)
+        saved = memory.save(job.session, request)
         grown, ledger = grown_bytes(before), memory.ledger()
         return {
             "tokens": tokens,
@@ -174,6 +177,7 @@ def restore(job: DemoJob, report: Reporter) -> dict[str, Any]:
             "rss_growth_bytes": grown,
             "max_logprob_difference": logprob_difference(logits, np.load(job.file("cold.npy"))),
             "restore": _plain(receipt),
+            "save": _plain(saved),
             "ledger": ledger.to_json(),
         }
 

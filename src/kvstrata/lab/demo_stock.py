@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvstrata.engines.transformers import attach
+from kvstrata.engines.transformers import Memory, attach
 from kvstrata.engines.transformers.stock import (
     STOCK_ATTENTION,
     filled_stock_cache,
@@ -77,7 +77,7 @@ def time_decoding(job: DemoJob, report: Reporter) -> dict[str, Any]:
         names = list(contenders)
 
         def step(name: str) -> float:
-            with nullcontext() if name == "kvstrata" else stock_attention(model, name):
+            with nullcontext() if name == "kvstrata" else _beside(memory, name):
                 start = time.perf_counter()
                 stock_forward(model, token, contenders[name])
                 return (time.perf_counter() - start) * 1e3
@@ -95,6 +95,13 @@ def time_decoding(job: DemoJob, report: Reporter) -> dict[str, Any]:
             "history_tokens": request.frontier,
             "moved_bytes": request.last_step.moved_bytes if request.last_step else None,
         }
+
+
+@contextmanager
+def _beside(memory: Memory, name: str) -> Iterator[None]:
+    """Stock calls with attention function `name` while the model is attached to `memory`."""
+    with memory.stock(), stock_attention(memory.model, name):
+        yield
 
 
 def _repeat(step: Callable[[str], float], names: list[str], steps: int) -> dict[str, list[float]]:

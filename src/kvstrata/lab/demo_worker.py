@@ -6,11 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvstrata.errors import KvstrataError
-from kvstrata.lab.demo_job import STAGES, DemoJob, Reporter
+from kvstrata.lab.demo_job import DemoJob, Reporter
 
 __all__ = ["main"]
 
@@ -20,15 +21,14 @@ _REFUSED = 3
 def main(arguments: list[str]) -> int:
     """Run stages in order; the result of each goes to a file named after it. Returns the exit code."""
     job, stages = DemoJob.read(Path(arguments[0])), arguments[1:]
-    assert stages
-    assert set(stages) <= set(STAGES)
+    assert tuple(stages) in job.processes
     report = Reporter()
     for stage in stages:
         report.stage(stage)
         report("starting", 0, 0)
         started = time.perf_counter()
         try:
-            result = _stage(stage)(job, report)
+            result = _stage(job, stage)(job, report)
         except KvstrataError as error:
             report.error(type(error).__name__, error.reason, error.cause, error.next_step)
             return _REFUSED
@@ -37,12 +37,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _stage(name: str) -> Callable[[DemoJob, Reporter], dict[str, Any]]:
+def _stage(job: DemoJob, name: str) -> Callable[[DemoJob, Reporter], dict[str, Any]]:
     # Only what the stage needs is imported: its memory is measured.
-    if name in ("prepare", "cold", "restored"):
+    if name in ("prepare", "cold", *job.restored_stages):
         from kvstrata.lab.demo_layered import prepare, read_cold, restore
 
-        return {"prepare": prepare, "cold": read_cold, "restored": restore}[name]
+        return {"prepare": prepare, "cold": read_cold}.get(name) or partial(restore, name)
     from kvstrata.lab.demo_stock import read_stock, time_decoding
 
     return {"stock": read_stock, "timing": time_decoding}[name]

@@ -71,7 +71,7 @@ def draw_figures(summary: Mapping[str, Any]) -> list[Picture]:
                 "Time per token",
                 f"Medians. In memory: {summary['timing_samples']} interleaved steps each at the full history, whiskers "
                 f"from the lower to the upper quartile. Under the budget: {summary['new_tokens'] - 1} steps in each of "
-                "two runs.",
+                f"{1 + len(summary['restores'])} runs.",
                 lambda axes, ink: _per_token(axes, summary, ink),
             )
         )

@@ -92,7 +92,7 @@ def paragraphs() -> tuple[str, ...]:
 def prose(tokens: int, tokenizer: Tokenizer, *, start: int = 0) -> list[int]:
     """Exactly `tokens` token ids of prose from paragraph `start` on, without special tokens.
 
-    Errors: ConfigurationError when there is not that much prose.
+    There are about 36,000 words, and as many tokens at least. Errors: ConfigurationError when there is not that much.
     """
     if tokens < 1:
         raise ConfigurationError(Reason.INVALID_ARGUMENT, f"tokens is {tokens}", "ask for at least one")
@@ -125,7 +125,8 @@ def reading_task(tokenizer: Tokenizer, tokens: int = 6144, *, depth: float = 0.9
 
     def prompt(chosen: list[str]) -> tuple[list[int], str]:
         text = _prompt_text(tokenizer, _planted(chosen, fact, depth), question)
-        return _ids(tokenizer, text), text
+        # A template writes its markers itself; elsewhere the tokenizer adds the begin marker that its model expects.
+        return _ids(tokenizer, text, markers=getattr(tokenizer, "chat_template", None) is None), text
 
     low, high = 0, len(words)
     if len(prompt([])[0]) > tokens or len(prompt(words[: min(2 * tokens, high)])[0]) < tokens:
@@ -174,5 +175,5 @@ def _prompt_text(tokenizer: Tokenizer, document: str, question: str) -> str:
     return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
 
 
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    return [int(token) for token in tokenizer(text, add_special_tokens=False).input_ids]
+def _ids(tokenizer: Tokenizer, text: str, *, markers: bool = False) -> list[int]:
+    return [int(token) for token in tokenizer(text, add_special_tokens=markers).input_ids]
