@@ -116,7 +116,7 @@ def test_bad_lines_are_refused_and_the_conversation_goes_on(chat: Chat) -> None:
     events = chat([], raw=b"\xff\xfe\n" + b"x" * 5000 + b"\nhello\n")
     assert [event["event"] for event in events] == ["error", "error", "turn"]
     assert events[1]["error"]["reason"] == "context_exceeded"
-    assert chat.code == ExitCode.REFUSED
+    assert chat.code == ExitCode.USAGE
 
 
 def test_ctrl_c_in_an_answer_keeps_what_was_said(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

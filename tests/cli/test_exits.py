@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from kvstrata.store import Store
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        (ConfigurationError, ExitCode.REFUSED),
+        (ConfigurationError, ExitCode.USAGE),
         (UnsupportedError, ExitCode.REFUSED),
         (StateError, ExitCode.REFUSED),
         (KernelUnavailable, ExitCode.REFUSED),
@@ -43,6 +44,56 @@ from kvstrata.store import Store
 )
 def test_exit_codes(kind: type[KvstrataError], code: ExitCode) -> None:
     assert exit_code(kind(Reason.CLOSED, "cause")) is code
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", ""],
+        ["generate", "x", "--max-new-tokens", "0"],
+        ["generate", "x", "--temperature", "-1"],
+        ["generate", "x", "--temperature", "nan"],
+        ["generate", "x", "--seed", str(2**64)],
+        ["generate", "x", "--budget", "lots"],
+        ["generate", "x", "--dtype", "int8"],
+        ["generate", "--file", "/no/such/file"],
+        ["chat", "--temperature", "nan"],
+        ["chat", "--budget", "-1MiB"],
+        ["demo", "--out", "{tmp}/out", "--tokens", "0"],
+        ["demo", "--out", "{tmp}/out", "--restores", "0"],
+        ["demo", "--out", "{tmp}/file"],
+        ["bench", "no-such-bench"],
+        ["bench", "decode", "--tokens", "0"],
+        ["store", "rm"],
+        ["store", "ls", "--no-such-option"],
+        ["no-such-command"],
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_is_wrong_on_the_command_line_ends_alike_and_before_anything_slow(
+    arguments: list[str], as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    filled = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    assert main(filled + ["--json"] * as_json) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    for words in ("loading", "bench ", "starting", "Traceback"):
+        assert words not in captured.err.replace("kvstrata bench", "")
+    if as_json:
+        assert json.loads(captured.out)["error"]["reason"] in (Reason.INVALID_ARGUMENT, Reason.EMPTY_PROMPT)
+
+
+def test_ctrl_c_with_json_prints_one_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: object) -> None:
+        raise KeyboardInterrupt
+
+    with Store(tmp_path / "store"):
+        monkeypatch.setattr(Store, "usage", interrupted)
+    assert main(["store", "info", "--store", str(tmp_path / "store"), "--json"]) == ExitCode.INTERRUPTED
+    assert json.loads(capsys.readouterr().out) == {"interrupted": True}
 
 
 @pytest.mark.parametrize("place", ["kvstrata.cli.app", "kvstrata.cli.doctor"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from tiny_chat_model import CONTEXT, write_tiny_chat_model
 
 from kvstrata.cli import ExitCode, main
+from kvstrata.engines.transformers import Memory
+from kvstrata.engines.transformers.generation import _Stream
 from kvstrata.sessions.session_store import SessionStore
 from kvstrata.store import Store
 
@@ -129,22 +132,22 @@ def test_sampling_repeats_with_its_seed(model: Path, store: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "code", "reason"),
     [
-        ([""], "empty_prompt"),
-        ([" \n "], "empty_prompt"),
-        (["\udcff"], "invalid_argument"),
-        (["x", "--dtype", "int8"], "invalid_argument"),
-        (["x", "--budget", "lots"], "invalid_argument"),
-        (["x" * CONTEXT], "context_exceeded"),
-        (["x", "--model", "/no/such/model"], "model_unavailable"),
+        ([""], ExitCode.USAGE, "empty_prompt"),
+        ([" \n "], ExitCode.USAGE, "empty_prompt"),
+        (["\udcff"], ExitCode.USAGE, "invalid_argument"),
+        (["x", "--dtype", "int8"], ExitCode.USAGE, "invalid_argument"),
+        (["x", "--budget", "lots"], ExitCode.USAGE, "invalid_argument"),
+        (["x" * CONTEXT], ExitCode.USAGE, "context_exceeded"),
+        (["x", "--model", "/no/such/model"], ExitCode.REFUSED, "model_unavailable"),
     ],
 )
 def test_refusals_name_their_reason(
-    model: Path, store: Path, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+    model: Path, store: Path, arguments: list[str], code: ExitCode, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = ["generate", "--json", "--store", str(store), "--model", str(model)]
-    assert main([*start, *arguments]) == ExitCode.REFUSED
+    assert main([*start, *arguments]) == code
     assert _json(capsys)["error"]["reason"] == reason
 
 
@@ -152,7 +155,7 @@ def test_bad_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
     latin = tmp_path / "latin.txt"
     latin.write_bytes("caf\xe9".encode("latin-1"))
     for path, words in ((tmp_path / "absent", "cannot be read"), (tmp_path, "cannot be read"), (latin, "not UTF-8")):
-        assert main(["generate", "--file", str(path)]) == ExitCode.REFUSED
+        assert main(["generate", "--file", str(path)]) == ExitCode.USAGE
         assert words in capsys.readouterr().err
 
 
@@ -187,3 +190,53 @@ def test_what_was_read_before_ctrl_c_is_saved(
     assert _generate(model, store, PROMPT, "--session", "s", "--json") == ExitCode.OK
     found = _json(capsys)
     assert found["kept_tokens"] == found["prompt_tokens"] - 1
+
+
+@pytest.mark.parametrize("session", [[], ["--session", "s"]])
+def test_ctrl_c_with_json_tells_what_was_answered_by_then(
+    model: Path,
+    store: Path,
+    session: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _generate(model, store, PROMPT, "--json") == ExitCode.OK
+    whole = _json(capsys)
+    assert whole["interrupted"] is False
+    assert len(whole["tokens"]) > 3
+    put, seen = _Stream.put, itertools.count()
+
+    def interrupting(self: _Stream, value: Any) -> None:
+        put(self, value)
+        if next(seen) == 3:  # the prompt, then two tokens, then the third
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Stream, "put", interrupting)
+        assert _generate(model, store, PROMPT, "--json", *session) == ExitCode.INTERRUPTED
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["interrupted"] is True
+    assert found.keys() == whole.keys()
+    # The third token was chosen, but not yet computed on.
+    assert found["tokens"] == whole["tokens"][:2]
+    assert whole["text"].startswith(found["text"])
+    assert (found["prompt_tokens"], found["ended"]) == (whole["prompt_tokens"], False)
+    assert (found["receipts"]["save"] is None) is (not session)
+    assert "Traceback" not in captured.err
+    if session:
+        assert found["receipts"]["save"]["frontier"] == found["prompt_tokens"] + 2
+        assert _generate(model, store, PROMPT, "--json", *session) == ExitCode.OK
+        assert _json(capsys)["tokens"] == whole["tokens"]
+
+
+def test_ctrl_c_while_the_prompt_is_read_tells_that_nothing_was_answered(
+    model: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(self: object, *arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Memory, "prefill", interrupt)
+    assert _generate(model, store, PROMPT, "--json") == ExitCode.INTERRUPTED
+    found = _json(capsys)
+    assert (found["interrupted"], found["tokens"], found["text"]) == (True, [], "")

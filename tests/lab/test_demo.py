@@ -28,7 +28,7 @@ KEYS = {
     "rss_growth_bytes", "cold_first_token_s", "restored_first_token_s", "stock_first_token_s", "restored_tokens",
     "recomputed_tokens", "same_tokens", "max_logprob_difference", "decode_ms_per_token",
     "resident_decode_ms_per_token", "baseline_decode_ms_per_token", "stock_rss_growth_bytes", "ledger", "checks",
-    "environment", "answer", "expected_answer", "stage_seconds",
+    "environment", "answer", "expected_answer", "stage_seconds", "restores",
 }  # fmt: skip
 JUDGED_BY_TIME = ("sooner", "no slower")
 
@@ -47,7 +47,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dic
     """One run of the command: exit code, what it printed, and its directory."""
     out = tmp_path_factory.mktemp("demo")
     sizes = ["--tokens", str(TOKENS), "--new-tokens", str(NEW)]
-    arguments = ["demo", "--out", str(out), "--json", "--quick", "--model", str(model), *sizes]
+    arguments = ["demo", "--out", str(out), "--json", "--quick", "--model", str(model), "--restores", "2", *sizes]
     done = subprocess.run(
         [*PROGRAM, *arguments, "--store", str(out / "kept")], capture_output=True, env=ENVIRONMENT, check=False
     )
@@ -81,6 +81,29 @@ def test_numbers_agree_with_each_other(run: tuple[int, dict[str, Any], Path]) ->
     assert max(point["device_bytes"] for point in summary["trace"]) <= summary["peak_device_bytes"]
     assert summary["trace"][-1]["tokens"] == summary["history_tokens"]
     assert summary["stock_same_tokens"] is True
+
+
+def test_each_restored_process_gives_the_cold_answer_from_what_the_one_before_saved(
+    run: tuple[int, dict[str, Any], Path],
+) -> None:
+    _, summary, out = run
+    assert len(summary["restores"]) == 2
+    for restored in summary["restores"]:
+        assert restored["first_token_s"] > 0
+        assert restored | {"first_token_s": 0} == {
+            "first_token_s": 0,
+            "restored_tokens": TOKENS - 1,
+            "recomputed_tokens": 0,
+            "same_tokens": True,
+            "max_logprob_difference": 0.0,
+        }
+    first = summary["restores"][0]
+    for key, value in first.items():
+        assert summary[f"restored_{key}" if key == "first_token_s" else key] == value
+    assert list(summary["stage_seconds"]) == ["prepare", "cold", "restored", "restored-2", "stock", "timing"]
+    with Store(out / "kept", create=False) as store:
+        (saved,) = SessionStore(store).list()
+    assert len(saved.sequences) == 3
 
 
 def test_only_the_results_and_the_store_that_was_named_are_left(run: tuple[int, dict[str, Any], Path]) -> None:
@@ -153,7 +176,7 @@ def test_ctrl_c_ends_the_children_and_leaves_a_readable_store(model: Path, tmp_p
         assert store.collect(()).outcome is CollectOutcome.DONE, "a child still holds the store"
 
 
-@pytest.mark.parametrize("field", ["tokens", "new_tokens"])
+@pytest.mark.parametrize("field", ["tokens", "new_tokens", "restores"])
 def test_lengths_that_make_no_sense_are_refused(tmp_path: Path, field: str) -> None:
     options = DemoOptions(tmp_path, **{field: 0})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=f"{field} is 0"):
@@ -163,7 +186,7 @@ def test_lengths_that_make_no_sense_are_refused(tmp_path: Path, field: str) -> N
 def test_an_out_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "file"
     out.write_text("mine", encoding="utf-8")
-    assert main(["demo", "--out", str(out)]) == ExitCode.REFUSED
+    assert main(["demo", "--out", str(out)]) == ExitCode.USAGE
     assert "cannot be written" in capsys.readouterr().err
     assert out.read_text(encoding="utf-8") == "mine"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import re
+import sys
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from kvstrata.errors import UnsupportedError
 from kvstrata.lab.report import write_report
 
 MIB = 1 << 20
@@ -45,6 +47,7 @@ PARTIAL: dict[str, Any] = dict.fromkeys(
 ) | {
     "model": "tiny",
     "quick": True,
+    "restores": [],
     "prompt_tokens": 100,
     "new_tokens": 8,
     "checks": [{"name": "stage cold finishes", "ok": False, "detail": "<b>ended</b>"}],
@@ -53,6 +56,10 @@ PARTIAL: dict[str, Any] = dict.fromkeys(
     "seconds": 2.0,
     "seed": 7,
 }
+RESTORE = {
+    "first_token_s": 0.2, "restored_tokens": 99, "recomputed_tokens": 0, "same_tokens": True,
+    "max_logprob_difference": 0.0,
+}  # fmt: skip
 POINTS = [
     {"seconds": second, "logical_bytes": second * MIB, "device_bytes": MIB, "file_bytes": 0, "resident_bytes": MIB}
     for second in range(3)
@@ -77,6 +84,7 @@ COMPLETE = PARTIAL | {
     "stock_first_token_s": 21.0,
     "stock_prefill_attention": "sdpa",
     "max_logprob_difference": 0.0,
+    "restores": [RESTORE],
     "decode_ms_per_token": 50.0,
     "timing_ms": {"kvstrata": 5.0, "sdpa": 9.0, "eager": 12.0},
     "timing_quartiles_ms": {"kvstrata": [4.0, 6.0], "sdpa": [8.0, 10.0], "eager": [11.0, 13.0]},
@@ -143,6 +151,14 @@ def test_numbers_checks_and_machine_are_on_the_page() -> None:
         assert words in page
 
 
+def test_several_restored_processes_have_a_table() -> None:
+    runs = [RESTORE, RESTORE | {"first_token_s": 0.345, "same_tokens": False}]
+    page = write_report(COMPLETE | {"restores": runs})
+    for words in ("Restored again and again", "0.345 s", "the same", "others"):
+        assert words in page
+    assert "Restored again and again" not in write_report(COMPLETE)
+
+
 def test_text_of_the_model_is_escaped() -> None:
     page = write_report(COMPLETE)
     assert "<script>" not in page
@@ -160,3 +176,12 @@ def test_a_partial_run_has_a_page_too() -> None:
 @pytest.mark.parametrize("key", ["stock_first_token_s", "timing_ms", "trace"])
 def test_a_picture_without_numbers_is_left_out(key: str) -> None:
     assert len(_parsed(write_report(COMPLETE | {key: None})).targets) == 4
+
+
+@pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "kvstrata.lab.figures", raising=False)
+    with pytest.raises(UnsupportedError, match=f"the report needs {name}") as refused:
+        write_report(COMPLETE)
+    assert "kvstrata[report]" in refused.value.next_step

@@ -22,8 +22,8 @@ __all__ = ["build_app", "run", "version"]
 
 _HELP = """Keep a language model's K/V cache in layers of memory, and move it without losing or mixing it.
 
-Every command takes --json. Exit codes: 0 done, 1 a check failed, 2 wrong usage, 3 refused, 4 store, 5 session,
-6 memory budget, 130 interrupted.
+Every command takes --json. Exit codes: 0 done, 1 a check failed, 2 what was asked is wrong, 3 model, mode or machine,
+4 store, 5 session, 6 memory budget, 130 interrupted.
 """
 _CLICK_ERROR: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
@@ -92,7 +92,7 @@ def _run(arguments: list[str], output: Output) -> int:
         output.error(error.reason, error.cause, error.next_step)
         return exit_code(error)
     except (typer.Abort, KeyboardInterrupt):
-        result = ExitCode.INTERRUPTED
+        result = int(ExitCode.INTERRUPTED)
     except _CLICK_ERROR as error:
         return _usage(error, output)
     except SystemExit as end:
@@ -100,6 +100,9 @@ def _run(arguments: list[str], output: Output) -> int:
             raise OutputClosed from end
         result = end.code
     if result == ExitCode.INTERRUPTED:
+        # A command that says itself what it leaves returns the member; an exception becomes the plain number.
+        if not isinstance(result, ExitCode):
+            output.interrupted()
         output.note("interrupted; what was stored before is intact")
     return result if isinstance(result, int) else ExitCode.OK
 

@@ -36,6 +36,8 @@ def bench(
 ) -> int:
     """Measure. Exit code 1 when a figure misses its goal; the figures are printed all the same."""
     output = Output(json)
+    if name not in (*BENCHES, "all"):
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(BENCHES)}, all", param_hint="NAME")
     names = list(BENCHES) if name == "all" else [name]
     reports = []
     for each in names:

@@ -20,7 +20,6 @@ from kvstrata.cli.model_session import (
     TemperatureOption,
     attached_model,
     checked_text,
-    make_sampling,
     receipt_data,
 )
 from kvstrata.cli.options import JsonOption
@@ -61,17 +60,17 @@ def chat(
 ) -> int:
     """Talk with a model, a line a turn; /help lists the commands.
 
-    With --json every line of stdout is one JSON object with the key `event`: restored, turn, saved, ledger, or error.
+    With --json every line of stdout is one JSON object with the key `event`: restored, turn, saved, ledger, error or
+    interrupted.
     """
     output = Output(json)
-    with attached_model(output, model, dtype, store, budget, session) as attached:
+    with attached_model(
+        output, model, dtype, store, budget, session, sample=sample, temperature=temperature, seed=seed
+    ) as attached:
         from kvstrata.engines.transformers.conversation import Conversation
 
         conversation = Conversation(attached.memory, attached.loaded.tokenizer)
-        talk = _Talk(
-            output, attached.memory, conversation, session, max_new_tokens, make_sampling(sample, temperature, seed)
-        )
-        return talk.run()
+        return _Talk(output, attached.memory, conversation, session, max_new_tokens, attached.sampling).run()
 
 
 class _Talk:
@@ -104,14 +103,22 @@ class _Talk:
             while (line := self._read()) is not None:
                 if not self._answer(line):
                     break
-        except (KeyboardInterrupt, OutputClosed):
-            self._conversation.abandon()
-            self._unsaved = True
-            with contextlib.suppress(OutputClosed):
-                self._save(self._session)
+        except OutputClosed:
+            self._keep()
             raise
+        except KeyboardInterrupt:
+            self._keep()
+            self._event("interrupted", {})
+            return ExitCode.INTERRUPTED
         self._save(self._session)
         return self._code
+
+    def _keep(self) -> None:
+        """Save what was said before the loop was left in the middle of a turn."""
+        self._conversation.abandon()
+        self._unsaved = True
+        with contextlib.suppress(OutputClosed):
+            self._save(self._session)
 
     def _restore(self) -> None:
         receipt = self._conversation.restore(self._session) if self._session is not None else None

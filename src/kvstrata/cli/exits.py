@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from kvstrata.errors import BudgetError, KvstrataError, SessionError, StoreError
+from kvstrata.errors import BudgetError, ConfigurationError, KvstrataError, SessionError, StoreError
 
 __all__ = ["ExitCode", "exit_code"]
 
@@ -13,9 +13,11 @@ class ExitCode(IntEnum):
     """Exit codes of every command.
 
     OK: done, also when the reader of a pipe has gone. CHECK_FAILED: the command ran and what it checked is not right,
-    e.g. damage was found. USAGE: the command line is wrong. REFUSED: a configuration, model or mode that is not served.
-    STORE: the store cannot be used. SESSION: a session name that is illegal or unknown, or a session that is damaged.
-    BUDGET: the memory budget is too small. INTERRUPTED: Ctrl-C; nothing that was stored is lost.
+    e.g. damage was found. INTERRUPTED: Ctrl-C; nothing that was stored is lost.
+
+    The others tell what refused. REFUSED: the model, the mode or the machine. STORE: the store cannot be used.
+    SESSION: a session name that is illegal or unknown, or a session that is damaged. BUDGET: the memory budget is too
+    small. USAGE: anything else in what was asked is wrong, be it seen while the command line is read or later.
     """
 
     OK = 0
@@ -37,5 +39,7 @@ def exit_code(error: KvstrataError) -> ExitCode:
             return ExitCode.SESSION
         case BudgetError():
             return ExitCode.BUDGET
+        case ConfigurationError():
+            return ExitCode.USAGE
         case _:
             return ExitCode.REFUSED

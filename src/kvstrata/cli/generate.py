@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,6 @@ from kvstrata.cli.model_session import (
     TemperatureOption,
     attached_model,
     checked_text,
-    make_sampling,
     receipt_data,
 )
 from kvstrata.cli.options import JsonOption
@@ -66,7 +66,9 @@ def generate(
     """
     output = Output(json)
     text = _prompt_text(prompt, file)
-    with attached_model(output, model, dtype, store, budget, session) as attached:
+    with attached_model(
+        output, model, dtype, store, budget, session, sample=sample, temperature=temperature, seed=seed
+    ) as attached:
         from kvstrata.engines.transformers.generation import continue_text
 
         memory, tokenizer = attached.memory, attached.loaded.tokenizer
@@ -75,6 +77,7 @@ def generate(
         if restored is not None:
             why = f": {restored.detail or restored.reason}" if restored.reason is not None else ""
             output.note(f"session {session!r}: {restored.restored_tokens} of {len(ids)} tokens came back{why}")
+        start = time.perf_counter()
         try:
             with output.progress("reading") as report:
                 answer = continue_text(
@@ -83,34 +86,53 @@ def generate(
                     tokenizer,
                     ids,
                     max_new_tokens=max_new_tokens,
-                    sampling=make_sampling(sample, temperature, seed),
+                    sampling=attached.sampling,
                     on_text=output.piece,
                     progress=report,
-                )
-        except (KeyboardInterrupt, OutputClosed):
+                ).to_json()
+            code = ExitCode.OK
+        except KeyboardInterrupt:
+            answer = _answered_so_far(request, tokenizer, ids, restored, time.perf_counter() - start)
+            code = ExitCode.INTERRUPTED
+        except OutputClosed:
             _saved(memory, request, session)
             raise
-        output.piece("\n")
         saved = _saved(memory, request, session)
+        output.piece("\n")
         if saved is not None:
             output.note(f"session {session!r}: {saved.frontier} tokens saved")
         if json:
-            output.result(
-                {
-                    "model": model,
-                    "dtype": attached.dtype,
-                    **answer.to_json(),
-                    "receipts": {"restore": receipt_data(restored), "save": receipt_data(saved)},
-                    "ledger": memory.ledger().to_json(),
-                    "timings": {
-                        "load_s": attached.load_s,
-                        "first_token_s": answer.first_token_s,
-                        "answer_s": answer.seconds,
-                    },
+            data = {
+                "model": model,
+                "dtype": attached.dtype,
+                **answer,
+                "interrupted": code is ExitCode.INTERRUPTED,
+                "receipts": {"restore": receipt_data(restored), "save": receipt_data(saved)},
+                "ledger": memory.ledger().to_json(),
+                "timings": {
+                    "load_s": attached.load_s,
+                    "first_token_s": answer["first_token_s"],
+                    "answer_s": answer["seconds"],
                 },
-                Text(),
-            )
-    return ExitCode.OK
+            }
+            output.result(data, Text())
+    return code
+
+
+def _answered_so_far(
+    request: Request, tokenizer: Any, ids: list[int], restored: RestoreReceipt | None, seconds: float
+) -> dict[str, Any]:
+    """The fields of an `Answer` after an interruption: its tokens are those whose rows are computed."""
+    tokens = list(request.token_ids[len(ids) : request.frontier])
+    return {
+        "tokens": tokens,
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "ended": False,
+        "prompt_tokens": len(ids),
+        "kept_tokens": restored.restored_tokens if restored is not None else 0,
+        "first_token_s": None,
+        "seconds": seconds,
+    }
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:

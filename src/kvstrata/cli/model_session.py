@@ -32,7 +32,6 @@ __all__ = [
     "TemperatureOption",
     "attached_model",
     "checked_text",
-    "make_sampling",
     "receipt_data",
 ]
 
@@ -63,19 +62,32 @@ SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of th
 
 @dataclass(frozen=True)
 class Attached:
-    """A model with its memory. load_s: seconds of importing and loading."""
+    """A model with its memory, and how to sample from it. load_s: seconds of importing and loading."""
 
     loaded: LoadedModel
     memory: Memory
+    sampling: Sampling
     dtype: str
     load_s: float
 
 
 @contextlib.contextmanager
 def attached_model(
-    output: Output, model: str, dtype: str, store: Path | None, budget: str | None, session: str | None
+    output: Output,
+    model: str,
+    dtype: str,
+    store: Path | None,
+    budget: str | None,
+    session: str | None,
+    *,
+    sample: bool,
+    temperature: float | None,
+    seed: int,
 ) -> Iterator[Attached]:
-    """Check what can be checked before anything slow, then load the model and attach its memory."""
+    """Check every option before anything slow, then load the model and attach its memory.
+
+    Sampling is greedy unless `sample` or a temperature was given.
+    """
     if session is not None:
         check_name(session)
     with contextlib.ExitStack() as stack:
@@ -86,26 +98,20 @@ def attached_model(
         if session is not None:
             opened.require_writable()
         start = time.perf_counter()
-        output.note(f"loading {model} ...")
         from kvstrata.engines.transformers import attach, load_model, parse_bytes
+        from kvstrata.engines.transformers.generation import Sampling
         from kvstrata.engines.transformers.precision import choose_dtype
 
+        sampling = Sampling(temperature if temperature is not None else _DEFAULT_TEMPERATURE if sample else 0.0, seed)
         if budget is not None:
             parse_bytes(budget)
         choice = choose_dtype(dtype)
+        output.note(f"loading {model} ...")
         with output.progress(f"preparing {model}") as report:
             loaded = load_model(model, dtype=choice.name, progress=lambda stage, done: report(round(done * 100), 100))
         output.note(f"{choice.name}: {choice.reason}")
         memory = stack.enter_context(attach(loaded, opened, budget=budget))
-        yield Attached(loaded, memory, choice.name, time.perf_counter() - start)
-
-
-def make_sampling(sample: bool, temperature: float | None, seed: int) -> Sampling:
-    """Greedy unless `sample` or a temperature was given."""
-    from kvstrata.engines.transformers.generation import Sampling
-
-    chosen = temperature if temperature is not None else _DEFAULT_TEMPERATURE if sample else 0.0
-    return Sampling(chosen, seed)
+        yield Attached(loaded, memory, sampling, choice.name, time.perf_counter() - start)
 
 
 def checked_text(raw: bytes | str, where: str) -> str:

@@ -72,6 +72,12 @@ class Output:
                 return
         sys.stderr.write(f"error: {cause} [{reason}]\n" + (f"  next: {next_step}\n" if next_step else ""))
 
+    def interrupted(self) -> None:
+        """`{"interrupted": true}` on stdout, for a command that had nothing more to say; nothing without `as_json`."""
+        if self.as_json:
+            with contextlib.suppress(StoreError, OutputClosed):
+                self.line(json.dumps({"interrupted": True}))
+
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Yields `report(done, total)`, which draws a bar on stderr when that is a terminal."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from kvstrata.errors import ConfigurationError, Reason
+from kvstrata.errors import Reason, UnsupportedError
 
 __all__ = ["write_report"]
 
@@ -38,15 +38,15 @@ _LEDGER_WORDS = {
 def write_report(summary: Mapping[str, Any]) -> str:
     """The page for a summary of `run_demo`, complete or partial. Pictures are embedded.
 
-    Errors: `ConfigurationError` when matplotlib or jinja2 is not installed.
+    Errors: `UnsupportedError` when matplotlib or jinja2 is not installed.
     """
     try:
         import jinja2
 
         from kvstrata.lab.figures import draw_figures
     except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            Reason.INVALID_ARGUMENT, f"the report needs {error.name}", "pip install 'kvstrata[report]'"
+        raise UnsupportedError(
+            Reason.OPERATION_UNSUPPORTED, f"the report needs {error.name}", "pip install 'kvstrata[report]'"
         ) from error
     source = resources.files("kvstrata.lab").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(
