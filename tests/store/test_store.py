@@ -71,7 +71,16 @@ def test_a_link_to_nowhere_is_not_a_store(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(StoreError) as refusal:
         Store(tmp_path / "link")
-    assert refusal.value.reason in {Reason.STORE_NOT_A_DIRECTORY, Reason.STORE_MISSING, Reason.STORE_IO}
+    assert refusal.value.reason in {Reason.STORE_NOT_A_DIRECTORY, Reason.STORE_MISSING}
+
+
+@pytest.mark.parametrize("path", ["/proc/kvstrata/store", "/proc/self/store", "{tmp}/" + "x" * 300])
+def test_where_no_directory_can_be_made_the_disk_is_not_blamed(tmp_path: Path, path: str) -> None:
+    with pytest.raises(StoreError, match="no place") as refusal:
+        Store(path.replace("{tmp}", str(tmp_path)))
+    assert refusal.value.reason is Reason.STORE_MISSING
+    assert path[:5].replace("{tmp}", str(tmp_path)[:5]) in refusal.value.cause
+    assert "/proc" in refusal.value.next_step
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", ".hidden", "chunks"])

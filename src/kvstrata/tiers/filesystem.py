@@ -18,6 +18,7 @@ __all__ = ["FileSystem", "OsFiles", "read_fully", "storage_error", "write_fully"
 _IOV_MAX = 1024
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_NO_PLACE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
 _NO_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -128,6 +129,13 @@ def storage_error(error: OSError, doing: str) -> StoreError:
             Reason.STORE_READ_ONLY,
             f"the system does not permit {doing}: {text}",
             "check the owner, the mode and the mount options of the store's directory, or open it for reading only",
+        )
+    if error.errno in _NO_PLACE:
+        return StoreError(
+            Reason.STORE_MISSING,
+            f"there is no place for it while {doing}: {text}",
+            "check the path: a directory on the way is gone, the name is too long, or the file system makes no "
+            "directories, as /proc does",
         )
     return StoreError(
         Reason.STORE_IO,
