@@ -70,6 +70,7 @@ def tiny_llama() -> Callable[..., Any]:
         vocabulary: int = 256,
         positions: int = 4096,
         seed: int = 0,
+        theta: float = 10000.0,
     ) -> Any:
         config = LlamaConfig(
             vocab_size=vocabulary,
@@ -81,6 +82,7 @@ def tiny_llama() -> Callable[..., Any]:
             head_dim=head_dim,
             max_position_embeddings=positions,
             initializer_range=0.15,
+            rope_parameters={"rope_type": "default", "rope_theta": theta},
             bos_token_id=1,
             eos_token_id=None,
             pad_token_id=0,

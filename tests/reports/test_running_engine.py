@@ -230,9 +230,13 @@ def test_positions_are_counted_and_never_guessed(tiny_llama: Callable[..., Any],
         request, _ = memory.restore("talk", ids[0].tolist())
         ours = generate(model, ids, NEW, request.generate_kwargs(), attention_mask=mask)
         rows = rows_of(memory, request, LENGTH)
-        with pytest.raises(UnsupportedError) as refusal:
-            generate(model, ids, NEW, memory.generate_kwargs(), attention_mask=(ids != 3).long())
-        assert refusal.value.reason is Reason.PADDING_UNSUPPORTED
+        # Padding in front moves no token from its position: its rows are those of the unpadded prompt.
+        front = torch.ones_like(ids)
+        front[0, :CHUNK] = 0
+        padded = generate(model, ids, NEW, memory.generate_kwargs(), attention_mask=front)
+        assert memory.latest.token_ids == padded.sequences[0, CHUNK:-1].tolist()
+        shorter = generate(model, ids[:, CHUNK:], NEW, memory.generate_kwargs())
+        torch.testing.assert_close(logits(padded), logits(shorter), atol=1e-4, rtol=0)
     assert rms(logits(ours) - truth).max() <= 1.5 * rms(logits(expected) - truth).max()
     # The same token at another position has another key, turned by the rotary rule.
     assert not torch.equal(rows[0][0][:, 0], rows[0][0][:, 1])

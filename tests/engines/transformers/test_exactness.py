@@ -25,6 +25,8 @@ from engine_cases import (
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from kvstrata.errors import Reason, UnsupportedError
+
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 192, 257, 384, 500)
 LAYERS = 4
 NEW = 6
@@ -169,7 +171,8 @@ def test_chunked_prefill_by_the_caller(tiny_llama: Callable[..., Any], tmp_path:
         request, start = memory.request(), 0
         for size in sizes:
             part = ids[:, start : start + size]
-            expected = model(part, past_key_values=cache).logits[0].detach()
+            with memory.stock():
+                expected = model(part, past_key_values=cache).logits[0].detach()
             ours = model(part, past_key_values=request.cache).logits[0]
             require_as_good_as_stock(model, ids, start, ours, expected)
             start += size
@@ -261,7 +264,8 @@ def test_several_turns_on_one_request(tiny_llama: Callable[..., Any], tmp_path: 
     with attach(model, tmp_path / "store", budget=least_budget(model, 420, tmp_path / "probe")) as memory:
         request = memory.request()
         for turn in range(4):
-            expected = generate(model, history, 10, cache)
+            with memory.stock():
+                expected = generate(model, history, 10, cache)
             ours = generate(model, history, 10, request.generate_kwargs())
             assert ours.sequences.tolist() == expected.sequences.tolist()
             require_as_good_as_stock(model, expected.sequences, history.shape[1] - 1, logits(ours), logits(expected))
@@ -270,12 +274,17 @@ def test_several_turns_on_one_request(tiny_llama: Callable[..., Any], tmp_path: 
         assert request.frontier > 4 * CHUNK
 
 
-def test_a_stock_call_inside_the_block_is_stock(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_stock_call_inside_the_block_is_stock_and_says_so(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     model, ids = tiny_llama(), prompt(90)
     expected = stock(model, ids, NEW)
     with attach(model, tmp_path / "store") as memory:
         generate(model, ids, NEW, memory.generate_kwargs())
-        inside = stock(model, ids, NEW)
+        with memory.stock():
+            inside = stock(model, ids, NEW)
+        for call in (lambda: stock(model, ids, NEW), lambda: model.generate(ids, max_new_tokens=NEW)):
+            with pytest.raises(UnsupportedError, match="DynamicCache") as refusal:
+                call()
+            assert refusal.value.reason is Reason.OPERATION_UNSUPPORTED
         assert memory.latest.frontier == 90 + NEW - 1
     assert torch.equal(logits(inside), logits(expected))
 

@@ -29,43 +29,63 @@ def memory(model: Any, tmp_path: Path) -> Any:
 def require_still_right(memory: Any, ids: torch.Tensor) -> None:
     """A refusal costs nothing: the memory goes on serving."""
     ours = generate(memory.model, ids, NEW, memory.generate_kwargs())
-    assert ours.sequences.tolist() == stock(memory.model, ids, NEW).sequences.tolist()
+    with memory.stock():
+        assert ours.sequences.tolist() == stock(memory.model, ids, NEW).sequences.tolist()
 
 
-def test_a_batch_of_two(memory: Any) -> None:
+def test_a_batch_of_another_size_than_before(memory: Any) -> None:
     ids = prompt(20)
-    with pytest.raises(UnsupportedError) as refusal:
-        generate(memory.model, ids.repeat(2, 1), NEW, memory.generate_kwargs())
+    request = memory.prefill(ids[0].tolist())
+    with pytest.raises(UnsupportedError, match="batch_repeat_interleave") as refusal:
+        generate(memory.model, ids.repeat(2, 1), NEW, request.generate_kwargs())
     assert refusal.value.reason is Reason.BATCH_UNSUPPORTED
+    assert request.frontier == 19
     require_still_right(memory, ids)
 
 
-def test_beams_and_several_sequences(memory: Any) -> None:
-    ids = prompt(20)
-    for options in ({"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}):
-        with pytest.raises(UnsupportedError) as refusal:
-            generate(memory.model, ids, NEW, memory.generate_kwargs(), **options)
-        assert refusal.value.reason is Reason.BATCH_UNSUPPORTED
-    for call, argument in (
-        ("reorder_cache", torch.tensor([0])),
-        ("batch_repeat_interleave", 2),
-        ("batch_select_indices", torch.tensor([0])),
+def test_sequences_that_are_not_there(memory: Any) -> None:
+    request = memory.prefill(prompt(20)[0].tolist())
+    for call in (
+        lambda: request.cache.reorder_cache(torch.tensor([1])),
+        lambda: request.cache.batch_select_indices(torch.tensor([], dtype=torch.long)),
+        lambda: request.cache.batch_repeat_interleave(0),
+        lambda: memory.save("talk", request, row=1),
+    ):
+        with pytest.raises(ConfigurationError) as refusal:
+            call()
+        assert refusal.value.reason is Reason.INVALID_ARGUMENT
+    assert request.frontier == 19
+
+
+def test_masks_that_change_what_was_said_before(memory: Any) -> None:
+    """Rows of the history cannot be hidden later, and padding cannot become rows."""
+    ids, mask = prompt(20), torch.ones(1, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    request = memory.request()
+    memory.model(ids, attention_mask=mask, past_key_values=request.cache)
+    assert (request.frontier, request.width) == (15, 20)
+    later = torch.cat([mask, torch.ones(1, 1, dtype=torch.long)], dim=1)
+    hiding, showing = later.clone(), torch.ones_like(later)
+    hiding[0, 9] = 0
+    for wrong, reason in (
+        (hiding, Reason.PADDING_UNSUPPORTED),
+        (showing, Reason.PADDING_UNSUPPORTED),
+        (None, Reason.MASK_UNSUPPORTED),
+        (later[:, 1:], Reason.MASK_UNSUPPORTED),
     ):
         with pytest.raises(UnsupportedError) as refusal:
-            getattr(memory.request().cache, call)(argument)
-        assert refusal.value.reason is Reason.OPERATION_UNSUPPORTED
+            memory.model(prompt(1), attention_mask=wrong, past_key_values=request.cache)
+        assert refusal.value.reason is reason
+    memory.model(prompt(1), attention_mask=later, past_key_values=request.cache)
+    assert (request.frontier, request.width) == (16, 21)
 
 
-@pytest.mark.parametrize("hidden", [0, 7])
-def test_padding(memory: Any, hidden: int) -> None:
-    ids = prompt(20)
-    mask = torch.ones_like(ids)
-    mask[0, hidden] = 0
-    with pytest.raises(UnsupportedError) as refusal:
-        generate(memory.model, ids, NEW, memory.generate_kwargs(), attention_mask=mask)
-    assert refusal.value.reason is Reason.PADDING_UNSUPPORTED
-    assert memory.latest.frontier == 0
-    require_still_right(memory, ids)
+def test_a_sequence_that_is_all_padding(memory: Any) -> None:
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1] = 0
+    with pytest.raises(ConfigurationError, match="sequence 1") as refusal:
+        memory.model(prompt(20).repeat(2, 1), attention_mask=mask, past_key_values=memory.request().cache)
+    assert refusal.value.reason is Reason.EMPTY_PROMPT
 
 
 def test_masks_of_other_shapes(memory: Any) -> None:
@@ -137,25 +157,11 @@ def test_attention_weights(memory: Any) -> None:
     assert refusal.value.reason is Reason.OPERATION_UNSUPPORTED
 
 
-def test_prompt_lookup_and_assisted_decoding(memory: Any, tiny_llama: Callable[..., Any]) -> None:
-    """Drafts may be rejected, and rows that were committed cannot be taken back."""
-    ids = torch.cat([prompt(12)] * 4, dim=1)
-    for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": tiny_llama(seed=3)}):
-        with pytest.raises(UnsupportedError) as refusal:
-            memory.model.generate(ids, **memory.generate_kwargs(), max_new_tokens=20, do_sample=False, **options)
-        assert refusal.value.reason is Reason.OPERATION_UNSUPPORTED
-        assert memory.latest.frontier == 0
-    require_still_right(memory, ids)
-
-
-def test_cutting_the_cache(memory: Any) -> None:
+def test_emptying_the_cache(memory: Any) -> None:
     request = memory.prefill(prompt(20)[0].tolist())
-    request.cache.crop(0)
-    assert request.frontier == 19
-    for call in (lambda: request.cache.crop(-3), lambda: request.cache.crop(5), request.cache.reset):
-        with pytest.raises(UnsupportedError) as refusal:
-            call()
-        assert refusal.value.reason is Reason.OPERATION_UNSUPPORTED
+    with pytest.raises(UnsupportedError, match="new request") as refusal:
+        request.cache.reset()
+    assert refusal.value.reason is Reason.OPERATION_UNSUPPORTED
     assert request.frontier == 19
 
 

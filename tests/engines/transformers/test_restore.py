@@ -192,7 +192,7 @@ def test_rows_of_another_model_are_a_miss(tiny_llama: Callable[..., Any], tmp_pa
     elif field == "abi.kv_heads":
         other = tiny_llama(kv_heads=3)
     elif field == "position.theta":
-        other.config.rope_parameters["rope_theta"] = 20000.0
+        other = tiny_llama(theta=20000.0)
     else:
         other.config.rope_parameters["factor"] = 2.0
     with attach(first, tmp_path / "store", **name) as memory:

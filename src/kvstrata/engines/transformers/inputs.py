@@ -171,7 +171,7 @@ def _padding(mask: Any, rows: Sequence[Row], width: int, count: int) -> list[lis
     if tuple(mask.shape) != (len(rows), width + count):
         raise UnsupportedError(
             Reason.MASK_UNSUPPORTED,
-            f"an attention mask of shape {tuple(mask.shape)} for {len(rows)} sequences of {width} and {count} new columns",
+            f"an attention mask of shape {tuple(mask.shape)} for {len(rows)} sequences of {width} + {count} columns",
             "pass one value for every column so far and every new one",
         )
     if bool(mask.all()):

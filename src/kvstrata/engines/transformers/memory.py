@@ -326,8 +326,8 @@ class Memory:
         if self._active is not None and not self._active.closed:
             self._active.finish(done)
 
-    def begin_generation(self) -> None:
-        """A new call of `generate`: no sequence is finished yet."""
+    def end_generation(self) -> None:
+        """A call of `generate` is over: no sequence is finished any more."""
         for request in self._requests:
             for row in request.rows:
                 row.finished = False

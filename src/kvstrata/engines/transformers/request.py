@@ -169,6 +169,7 @@ class Request:
             raise error
         self._recoveries += 1
         self.memory.revoke(found[0][0].history.chunks[found[0][1]])
+        lost = []
         for row, index in found:
             position = index * row.history.context.chunk_tokens
             tokens = row.history.token_ids[position:]
@@ -178,8 +179,9 @@ class Request:
             self.recomputes.append(Recompute(position, len(tokens), error.reason, error.cause))
             self.memory.log.recomputed(len(tokens), max(0, row.restored_tokens - position))
             row.restored_tokens = min(row.restored_tokens, position)
-        for row, _ in found:
-            self._repay(inner, row)
+            lost.append((row, len(tokens)))
+        for row, count in lost:
+            self._repay(inner, row, count)
 
     def replay(self, inner: Forward, tokens: Sequence[int]) -> None:
         """Compute the rows of known tokens, those that are owed first; no logits are kept.
@@ -188,7 +190,7 @@ class Request:
         """
         self._recoveries = 0
         for row in self.rows:
-            self._repay(inner, row)
+            self._repay(inner, row, len(row.owed))
         if not tokens:
             return
         row = self.row
@@ -284,8 +286,8 @@ class Request:
             )
         return other
 
-    def _repay(self, inner: Forward, row: Row) -> None:
-        for first, stop in self.memory.slices(row.history.frontier, len(row.owed)):
+    def _repay(self, inner: Forward, row: Row, count: int) -> None:
+        for first, stop in self.memory.slices(row.history.frontier, count):
             self._run_known(inner, row, row.owed[: stop - first])
             del row.owed[: stop - first]
 

@@ -43,7 +43,10 @@ def filled_stock_cache(request: Request) -> Any:
 
 @contextlib.contextmanager
 def stock_attention(model: Any, name: str) -> Iterator[None]:
-    """Inside the block, calls without a kvstrata request use the attention function `name`."""
+    """Inside the block, calls without a kvstrata request use the attention function `name`.
+
+    A model that is attached needs `memory.stock()` around it.
+    """
     before = model.config._attn_implementation
     model.config._attn_implementation = name
     try:

@@ -25,7 +25,7 @@ _CRITERIA = "_get_stopping_criteria"
 
 
 class Wrapping:
-    """Replaces `forward` on one model object, and listens to the stopping criteria of its `generate`.
+    """Replaces `forward` on one model object, and listens to what `generate` says of ended sequences.
 
     original: the model's own forward, `None` outside. cache_name: its keyword for a cache. quiet_kwargs: see `Memory`.
     """
@@ -59,13 +59,15 @@ class Wrapping:
         # Bound methods, so that a deep copy of the model gets its own and not a way to this model.
         self._model.forward = types.MethodType(self._forward(), self._model)
         if hasattr(self._model, _CRITERIA):
+            self._model.generate = types.MethodType(self._generate(), self._model)
             setattr(self._model, _CRITERIA, types.MethodType(self._stopping_criteria(), self._model))
 
     def leave(self) -> None:
         """Put everything back."""
         self.original = None
         del self._model.forward
-        vars(self._model).pop(_CRITERIA, None)
+        for name in ("generate", _CRITERIA):
+            vars(self._model).pop(name, None)
         attention.unregister(self._name)
 
     @contextlib.contextmanager
@@ -110,6 +112,21 @@ class Wrapping:
 
         return forward
 
+    def _generate(self) -> Callable[..., Any]:
+        memory = self._memory
+        function = self._model.generate.__func__
+
+        @functools.wraps(function)
+        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(model, *args, **kwargs)
+            finally:
+                # However the call ended: what comes next is said by the caller, and belongs to all sequences.
+                if model is memory.model:
+                    memory.end_generation()
+
+        return generate
+
     def _stopping_criteria(self) -> Callable[..., Any]:
         memory = self._memory
         function = getattr(self._model, _CRITERIA).__func__
@@ -117,7 +134,6 @@ class Wrapping:
         @functools.wraps(function)
         def criteria(model: Any, *args: Any, **kwargs: Any) -> Any:
             if model is memory.model:
-                memory.begin_generation()
                 return _Listening(function(model, *args, **kwargs), memory.finish)
             return function(model, *args, **kwargs)
 

@@ -58,7 +58,7 @@ def _one_length(model: object, dtype: str, length: int, rounds: int) -> list[Ben
             return (time.perf_counter() - start) * 1e3
 
         def stock(name: str) -> float:
-            with stock_attention(memory.model, name):
+            with memory.stock(), stock_attention(memory.model, name):
                 start = time.perf_counter()
                 stock_forward(memory.model, token, caches[name])
                 return (time.perf_counter() - start) * 1e3

@@ -66,7 +66,7 @@ def _one(model: Any, dtype: str, ids: torch.Tensor, rounds: int) -> BenchRow:
         **{name: partial(stock, name) for name in STOCK_ATTENTION},
     }
     with torch.inference_mode():
-        model(input_ids=ids[:, :_CHUNK], logits_to_keep=1)
+        model(input_ids=ids[:, :_CHUNK], logits_to_keep=1, use_cache=False)
         samples = interleaved(samplers, rounds, warm_up=0)
     medians = {name: statistics.median(values) for name, values in samples.items()}
     best = min(STOCK_ATTENTION, key=lambda name: medians[name])
