@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvstrata
 from kvstrata.engines.transformers.context import segment_layout
+from kvstrata.engines.transformers.families import family_of
 from kvstrata.engines.transformers.memory import Memory
 from kvstrata.errors import BudgetError
 from kvstrata.kernels.prefill import prefill_workspace_bytes
@@ -37,7 +38,8 @@ def budget_of(model: Any, slots: int, chunk: int = CHUNK, prefill: int = PREFILL
     """A budget of exactly `slots` slots."""
     layout = segment_layout(model, chunk)
     stride = -(-layout.segment_bytes // 4096) * 4096
-    return slots * stride + prefill_workspace_bytes(layout, prefill)
+    windows = {rule.window for rule in family_of(model).layer_rules}
+    return slots * stride + max(prefill_workspace_bytes(layout, prefill, window=window) for window in windows)
 
 
 def least_budget(model: Any, tokens: int, store: Path, **options: Any) -> int:

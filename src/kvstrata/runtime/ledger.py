@@ -63,21 +63,28 @@ class LedgerBook:
         self._restored += receipt.restored_tokens
         self._load_s += receipt.seconds
 
-    def require_fits(self, tokens: int, chunk: int, budget_for: Callable[[int], int]) -> None:
+    def require_fits(
+        self, tokens: int, chunk: int, budget_for: Callable[[int], int], window: int | None = None
+    ) -> None:
         """Refuse a prompt of `tokens` tokens that a step of up to `chunk` rows could not run at its end.
 
+        window: tokens that a row sees at most in any layer, its own included; `None` for all.
         Errors: `BudgetError` with the budget that would do.
         """
         layers, size = self._directory.layers, self._layout.chunk_tokens
         sealed = (tokens - 1) // size
         tail = -(-min(tokens, chunk) // size) + 1
-        slots = max(required_slots(layers, sealed, 1), required_slots(layers, max(0, sealed - tail + 1), tail))
+        most = sealed if window is None else -(-(window - 1) // size)
+        slots = max(
+            required_slots(layers, min(most, sealed), 1),
+            required_slots(layers, min(most, max(0, sealed - tail + 1)), tail),
+        )
         if slots > self._directory.arena.slots:
             need = budget_for(slots)
             raise BudgetError(
                 Reason.BUDGET_TOO_SMALL,
                 f"a history of {tokens} tokens needs a memory budget of at least {need} bytes, not {self._budget}: "
-                f"the open chunks in all {layers} layers, and the {sealed} sealed segments of one layer",
+                f"the open chunks in all {layers} layers, and the {min(most, sealed)} sealed segments of one layer",
                 f"pass budget={need} or more, a smaller prefill_chunk, or a shorter prompt",
                 required_bytes=need,
             )

@@ -74,7 +74,8 @@ def attach(
     context = chunk_context(module, identity, Namespace(tenant, salt), chunk_tokens, adapters)
     limit = int(getattr(module.config, "max_position_embeddings", 0) or 4096)
     prefill_chunk = min(prefill_chunk, limit)
-    workspace = prefill_workspace_bytes(layout, prefill_chunk)
+    windows = {rule.window for rule in rules}
+    workspace = max(prefill_workspace_bytes(layout, prefill_chunk, window=window) for window in windows)
     stride = -(-layout.segment_bytes // 4096) * 4096
     capacity = device_memory(module.device)
     slots, total = _slots(layout, context.abi.layers, limit, prefill_chunk, stride, workspace, budget, capacity)

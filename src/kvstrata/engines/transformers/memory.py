@@ -199,7 +199,9 @@ class Memory:
 
     def require_fits(self, tokens: int) -> None:
         """Errors: `BudgetError`, with the budget that would do, when a history of `tokens` tokens does not fit."""
-        self.log.require_fits(tokens, self.prefill_chunk, self._budget_for)
+        windows = [rule.window for rule in self.rules]
+        widest = None if None in windows else max(window for window in windows if window is not None)
+        self.log.require_fits(tokens, self.prefill_chunk, self._budget_for, widest)
 
     def save(self, name: str, request: Request | None = None, *, row: int | None = None) -> SaveReceipt:
         """Store a request's committed rows under `name` as a new immutable snapshot. Blocks until they are written.

@@ -57,9 +57,12 @@ def stock_attention(model: Any, name: str) -> Iterator[None]:
 
 def stock_forward(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Compute rows `token_ids` [1, rows] on top of `cache`; the last row's logits [1, 1, vocabulary]."""
-    quiet = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    accepted = inspect.signature(model.forward).parameters
+    given: dict[str, Any] = {"past_key_values" if "past_key_values" in accepted else "cache": cache, "use_cache": True}
+    if "logits_to_keep" in accepted:
+        given["logits_to_keep"] = 1
     with torch.no_grad():
-        logits: torch.Tensor = model(token_ids, past_key_values=cache, use_cache=True, **quiet).logits
+        logits: torch.Tensor = model(token_ids, **given).logits
     return logits[:, -1:]
 
 
