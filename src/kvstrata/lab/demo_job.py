@@ -13,7 +13,7 @@ __all__ = ["CHUNKINGS", "RESTORED", "DemoJob", "Reporter"]
 RESTORED = "restored"
 """The first restored stage; further ones are `restored-2`, `restored-3` and so on."""
 
-CHUNKINGS = ((256, 512), (128, 256), (64, 128), (64, 64))
+CHUNKINGS = ((256, 512), (128, 256), (64, 128), (64, 64), (64, 32), (64, 16))
 """(chunk_tokens, prefill_chunk), best first; the first that the budget can hold is used."""
 
 
