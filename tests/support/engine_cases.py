@@ -15,6 +15,7 @@ import kvstrata
 from kvstrata.engines.transformers.context import segment_layout
 from kvstrata.engines.transformers.families import family_of
 from kvstrata.engines.transformers.memory import Memory
+from kvstrata.engines.transformers.versions import cache_keyword
 from kvstrata.errors import BudgetError
 from kvstrata.kernels.prefill import prefill_workspace_bytes
 
@@ -61,7 +62,7 @@ def generate(model: Any, ids: torch.Tensor, tokens: int, cache: dict[str, Any], 
 
 def stock(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> Any:
     """The same with Transformers' own cache."""
-    return generate(model, ids, tokens, {"past_key_values": DynamicCache(config=model.config)}, **options)
+    return generate(model, ids, tokens, {cache_keyword(model): DynamicCache(config=model.config)}, **options)
 
 
 def logits(output: Any) -> torch.Tensor:

@@ -25,6 +25,7 @@ from engine_cases import (
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from kvstrata.engines.transformers.versions import cache_keyword
 from kvstrata.errors import Reason, UnsupportedError
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 192, 257, 384, 500)
@@ -114,7 +115,7 @@ def test_forward_calls_return_the_stock_logits(
         with attach(model, tmp_path / "store", budget=budget) as memory:
             output = model(ids, past_key_values=memory.request().cache, logits_to_keep=keep)
             assert output.logits.shape[1] == min(keep or length, length)
-            assert output.past_key_values is memory.latest.cache
+            assert output[cache_keyword(model)] is memory.latest.cache
             require_within_budget(memory)
         require_as_good_as_stock(model, ids, length - len(expected), output.logits[0], expected)
 
@@ -172,7 +173,7 @@ def test_chunked_prefill_by_the_caller(tiny_llama: Callable[..., Any], tmp_path:
         for size in sizes:
             part = ids[:, start : start + size]
             with memory.stock():
-                expected = model(part, past_key_values=cache).logits[0].detach()
+                expected = model(part, **{cache_keyword(model): cache}).logits[0].detach()
             ours = model(part, past_key_values=request.cache).logits[0]
             require_as_good_as_stock(model, ids, start, ours, expected)
             start += size
@@ -260,7 +261,7 @@ def test_streamer_and_stopping_criteria(tiny_llama: Callable[..., Any], tmp_path
 
 def test_several_turns_on_one_request(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     model, history = tiny_llama(layers=LAYERS), prompt(90)
-    cache = {"past_key_values": DynamicCache(config=model.config)}
+    cache = {cache_keyword(model): DynamicCache(config=model.config)}
     with attach(model, tmp_path / "store", budget=least_budget(model, 420, tmp_path / "probe")) as memory:
         request = memory.request()
         for turn in range(4):

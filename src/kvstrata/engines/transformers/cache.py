@@ -82,6 +82,25 @@ class RequestCache(Cache):
         """No layer forgets rows, not even one that attends to a window of them."""
         return [False] * self._layers
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer is a linear one."""
+        return [False] * self._layers
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Every layer has rows."""
+        return [False] * self._layers
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences."""
+        return len(self.request.rows)
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        """True: the last rows can always be taken back."""
+        return True
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last columns: minus their number, or (old form) the length to keep. 0 does nothing.
 

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstrata.engines.transformers.request import Request
+from kvstrata.engines.transformers.versions import cache_keyword
 
 __all__ = ["STOCK_ATTENTION", "filled_stock_cache", "stock_attention", "stock_cache", "stock_forward", "stock_prefill"]
 
@@ -57,9 +58,8 @@ def stock_attention(model: Any, name: str) -> Iterator[None]:
 
 def stock_forward(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Compute rows `token_ids` [1, rows] on top of `cache`; the last row's logits [1, 1, vocabulary]."""
-    accepted = inspect.signature(model.forward).parameters
-    given: dict[str, Any] = {"past_key_values" if "past_key_values" in accepted else "cache": cache, "use_cache": True}
-    if "logits_to_keep" in accepted:
+    given: dict[str, Any] = {cache_keyword(model): cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
         given["logits_to_keep"] = 1
     with torch.no_grad():
         logits: torch.Tensor = model(token_ids, **given).logits

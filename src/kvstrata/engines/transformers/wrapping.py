@@ -14,6 +14,7 @@ from transformers.generation import StoppingCriteriaList
 
 from kvstrata.engines.transformers import attention
 from kvstrata.engines.transformers.cache import RequestCache
+from kvstrata.engines.transformers.versions import cache_keyword
 from kvstrata.errors import Reason, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Wrapping:
         self._stock = 0
         self.original: Callable[..., Any] | None = None
         accepted = inspect.signature(self._model.forward).parameters
-        self.cache_name = "past_key_values" if "past_key_values" in accepted else "cache"
+        self.cache_name = cache_keyword(self._model)
         self.quiet_kwargs: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._names = list(accepted)
 
