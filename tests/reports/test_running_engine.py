@@ -30,7 +30,7 @@ from engine_cases import (
     stock,
 )
 
-from kvstrata.errors import KvstrataError, Reason, SessionError, StateError, UnsupportedError
+from kvstrata.errors import KvstrataError, Reason, SessionError, StateError
 from kvstrata.store import Store
 from kvstrata.tiers.files import OsFiles
 
