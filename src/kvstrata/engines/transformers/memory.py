@@ -76,6 +76,9 @@ class Memory:
         self._closed = False
         self._final: Ledger | None = None
         self._requests: list[Request] = []
+        self._latest: Request | None = None
+        self._staged_peak = 0
+        self._recomputes: list[Recompute] = []
         self._active: Request | None = None
         self._wrapping = Wrapping(self)
         self._backing = open_backing(layout.segment_bytes, slots, self.device)
@@ -113,7 +116,7 @@ class Memory:
         self._final = self.ledger()
         self._wrapping.leave()
         try:
-            for request in self._requests:
+            for request in list(self._requests):
                 request.close()
             if self._publisher is not None:
                 self._publisher.stop()
@@ -144,6 +147,7 @@ class Memory:
         )
         request = Request(self, Row(history), plan)
         self._requests.append(request)
+        self._latest = request
         return request
 
     def new_history(self) -> History:
@@ -157,11 +161,20 @@ class Memory:
     @property
     def latest(self) -> Request:
         """The request made last. Errors: `StateError` when there is none."""
-        if not self._requests:
+        if self._latest is None:
             raise StateError(
                 Reason.NOT_COMMITTED, "no request has been made", "call generate_kwargs() or request() first"
             )
-        return self._requests[-1]
+        return self._latest
+
+    def forget(self, request: Request) -> None:
+        """A request is closed: keep its account, and nothing else of it."""
+        if request in self._requests:
+            self._requests.remove(request)
+            self._staged_peak = max(self._staged_peak, request.plan.staged_peak)
+            self._recomputes += request.recomputes
+        if self._active is request:
+            self._active = None
 
     def prefill(
         self,
@@ -253,9 +266,10 @@ class Memory:
         if self._final is not None:
             return self._final
         totals = self._publisher.totals if self._publisher is not None else None
-        histories = [row.history for request in self._requests if not request.closed for row in request.rows]
-        staged = max((request.plan.staged_peak for request in self._requests), default=0)
-        recomputes = tuple(item for request in self._requests for item in request.recomputes)
+        histories = [row.history for request in self._requests for row in request.rows]
+        staged = max((self._staged_peak, *(request.plan.staged_peak for request in self._requests)))
+        open_recomputes = [item for request in self._requests for item in request.recomputes]
+        recomputes = (*self._recomputes, *open_recomputes)
         return self.log.ledger(histories, staged, totals, recomputes)
 
     def slices(
@@ -325,7 +339,7 @@ class Memory:
 
     def finish(self, done: Sequence[bool]) -> None:
         """Note which sequences of the request that ran last `generate` has finished."""
-        if self._active is not None and not self._active.closed:
+        if self._active is not None:
             self._active.finish(done)
 
     def end_generation(self) -> None:
@@ -335,18 +349,19 @@ class Memory:
                 row.finished = False
 
     def _restore(self, name: str, wanted: list[int] | None, sequence: int | None) -> tuple[Request, RestoreReceipt]:
+        latest = self._latest
         request = self.request()
         try:
             receipt = restore_session(request.history, self.store, self.layout, name, wanted, sequence, self._clock)
         except BaseException:
             request.close()
-            self._requests.remove(request)
+            self._latest = latest
             raise
         return request, receipt
 
     def take_memory(self, request: Request | None) -> bool:
         """Let all requests but `request` give up what they can; whether there are any."""
-        others = [other for other in self._requests if other is not request and not other.closed]
+        others = [other for other in self._requests if other is not request]
         for other in others:
             other.plan.yield_memory()
         return bool(others)

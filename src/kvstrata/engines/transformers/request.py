@@ -249,6 +249,7 @@ class Request:
             self.plan.close()
             for row in self.rows:
                 row.close()
+            self.memory.forget(self)
 
     def require_open(self) -> None:
         """Errors: `StateError` when the request is closed."""
