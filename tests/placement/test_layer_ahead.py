@@ -235,3 +235,108 @@ def test_yielding_waits_for_writes_and_keeps_what_is_unsafe(parts: Open) -> None
     unsafe = make_history(opened.directory, 1, seed=70)
     opened.plan(unsafe).yield_memory()
     assert unsafe.chunks[0].resident == LAYERS
+
+
+def walk(plan: LayerAhead, *rows: int, known: int = 100) -> StepReceipt:
+    """One step of several histories in which every layer finds what each history still sees in the right table.
+
+    known: chunks with bytes that stand for their tokens.
+    """
+    plan.begin_step(*rows)
+    starts = [history.frontier for history in plan.histories]
+    for layer in range(LAYERS):
+        tables = plan.before_layer(layer)
+        assert len(tables) == len(plan.histories)
+        window = plan.windows[layer]
+        for history, table, start in zip(plan.histories, tables, starts, strict=True):
+            first = 0 if window is None else max(0, start + 1 - window) // SIZE
+            for index in range(first, min(known, len(history.chunks))):
+                ids = history.token_ids[index * SIZE : (index + 1) * SIZE]
+                assert table.segments[index].numpy().tobytes() == segment_bytes(ids, layer)
+        plan.after_layer(layer)
+    sealed = 0
+    for history, count, start in zip(plan.histories, rows, starts, strict=True):
+        if count:
+            sealed += len(history.commit(count, make_ids(count, start)))
+    return plan.end_step(sealed)
+
+
+@pytest.mark.parametrize("spare", [0, 1, LAYERS, 3 * LAYERS])
+def test_histories_hold_and_read_what_they_share_once(parts: Open, spare: int) -> None:
+    shared, own = 3, 2
+    opened = parts(2 * LAYERS + (shared + 2 * own) + spare)
+    first = make_history(opened.directory, 1)
+    histories = [first]
+    for seed in (1, 2):
+        for index in range(1, shared):
+            extend(first, make_ids(SIZE, index)) if seed == 1 else None
+        publish(opened, first)
+        opened.plan(first).yield_memory()
+        histories.append(first.fork())  # type: ignore[arg-type]
+        for index in range(own):
+            extend(histories[-1], make_ids(SIZE, 100 * seed + index))
+            publish(opened, histories[-1])
+            opened.plan(histories[-1]).yield_memory()
+    first.close()
+    plan = LayerAhead(
+        histories[1:], LAYOUT, opened.backing.segment, opened.promoter, opened.publisher, lambda slots: 1000 * slots
+    )
+    receipts = [walk(plan, 1, 1) for _ in range(3)]
+    assert receipts[0].moved_segments == LAYERS * (shared + 2 * own)
+    assert receipts[0].rows == 2
+    assert opened.directory.arena.peak_slots <= opened.directory.arena.slots
+    assert walk(plan, 0, 1).rows == 1
+    plan.replace(histories[2:])
+    assert walk(plan, 1).visible == (shared + own) * SIZE + 5
+
+
+@pytest.mark.parametrize("spare", [0, 1, LAYERS, 4 * LAYERS])
+def test_layers_bring_back_what_their_window_shows(parts: Open, spare: int) -> None:
+    """One layer reads everything, the others the last one or two chunks."""
+    window, chunks = SIZE + 1, 6
+    opened = parts(LAYERS + chunks + 1 + spare)
+    history = History(opened.directory, make_history(opened.directory, 0).context)
+    for index in range(chunks):
+        extend(history, make_ids(SIZE, index))
+        publish(opened, history)
+        opened.plan(history).yield_memory()
+    windows = [None, *[window] * (LAYERS - 1)]
+    plan = LayerAhead(
+        [history],
+        LAYOUT,
+        opened.backing.segment,
+        opened.promoter,
+        opened.publisher,
+        lambda slots: 1000 * slots,
+        windows=windows,
+    )
+    receipt = walk(plan, 1, known=chunks)
+    assert receipt.moved_segments == chunks + LAYERS - 1
+    receipts = [walk(plan, 1, known=chunks) for _ in range(SIZE)]
+    assert max(item.moved_segments for item in receipts) <= chunks + 1 + 2 * (LAYERS - 1)
+    if spare == 4 * LAYERS:
+        assert receipts[-1].moved_segments == 0
+    total = receipts[-1].moved_bytes + receipts[-1].resident_bytes
+    assert total < (chunks + 2 + 2 * (LAYERS - 1)) * LAYOUT.segment_bytes
+
+
+def test_a_window_shorter_than_the_tail_needs_no_sealed_chunk(parts: Open) -> None:
+    opened = parts(2 * LAYERS)
+    history = History(opened.directory, make_history(opened.directory, 0).context)
+    windows = [2] * LAYERS
+    plan = LayerAhead(
+        [history],
+        LAYOUT,
+        opened.backing.segment,
+        opened.promoter,
+        opened.publisher,
+        lambda slots: slots,
+        windows=windows,
+    )
+    for step_number in range(6 * SIZE):
+        receipt = walk(plan, 1, known=0)
+        for record in history.chunks:
+            opened.publisher.submit(record)
+        opened.publisher.wait()
+        assert receipt.moved_segments == 0, step_number
+    assert len(history.chunks) == 6

@@ -215,3 +215,64 @@ def test_an_interrupted_rewind_happened_or_did_not(position: int, line: int) -> 
     assert len(history.tail) == (1 if tail else 0)
     history.close()
     assert len(history.chunks) == len(history.tail) == 0
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 3 * SIZE), st.integers(0, SIZE), st.integers(0, 2 * SIZE))
+def test_held_rows_are_not_committed(before: int, held: int, after: int) -> None:
+    """Rows behind `hold` are neither sealed nor named for a save, however many there are."""
+    directory = make_directory(slots=60)
+    history, ids = History(directory, make_context()), make_ids(before + held + after)
+    history.extend_tail(before)
+    history.commit(before, ids[:before])
+    history.hold = before
+    history.extend_tail(held)
+    history.commit(held, ids[before : before + held])
+    assert (history.committed, history.frontier) == (before, before + held)
+    assert history.sealed == before // SIZE * SIZE
+    tail = history.tail_identity()
+    assert (len(tail.token_ids) if tail else 0) == before - history.sealed
+    history.hold = None
+    history.extend_tail(after)
+    history.commit(after, ids[before + held :])
+    assert history.sealed == len(ids) // SIZE * SIZE
+    expected = chunk_identities(make_context(), ids)
+    assert [record.digest for record in history.chunks] == [e.digest for e in expected if len(e.token_ids) == SIZE]
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 3 * SIZE + 3), st.integers(0, SIZE), st.integers(0, SIZE))
+def test_a_fork_shares_chunks_and_copies_the_tail(rows: int, mine: int, theirs: int) -> None:
+    directory = make_directory(slots=90)
+    history = History(directory, make_context())
+    for start in range(0, rows, SIZE):
+        extend(history, make_ids(rows)[start : start + SIZE])
+    used = directory.arena.used_slots
+    other = history.fork()
+    assert other is not None
+    assert directory.arena.used_slots == used + LAYERS * len(other.tail)
+    assert (other.frontier, other.token_ids, other.chunks) == (history.frontier, history.token_ids, history.chunks)
+    backing = directory.arena.backing
+    for ours, copy in zip(history.tail, other.tail, strict=True):
+        for one, two in zip(ours.grants, copy.grants, strict=True):
+            assert one.slot != two.slot
+            assert bytes(backing.readable(one.slot)) == bytes(backing.readable(two.slot))
+    for grown, count, seed in ((history, mine, 1), (other, theirs, 2)):
+        assert grown.extend_tail(count)
+        grown.commit(count, make_ids(count, seed))
+    assert history.token_ids == make_ids(rows) + make_ids(mine, 1)
+    assert other.token_ids == make_ids(rows) + make_ids(theirs, 2)
+    history.close()
+    assert other.frontier == rows + theirs
+    assert all(record.users == 1 for record in other.chunks)
+    other.close()
+    assert (directory.arena.used_slots, len(directory)) == (0, 0)
+
+
+def test_a_fork_without_memory_is_none_and_takes_nothing() -> None:
+    directory = make_directory(slots=2 * LAYERS - 1)
+    history = History(directory, make_context())
+    extend(history, make_ids(3))
+    assert history.fork() is None
+    assert directory.arena.used_slots == LAYERS
+    assert history.frontier == 3

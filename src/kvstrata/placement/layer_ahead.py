@@ -55,8 +55,8 @@ class LayerAhead:
         self.directory: Directory = histories[0].directory
         self.layers = self.directory.layers
         self.dirty = True
-        self._windows = tuple(windows) if windows is not None else (None,) * self.layers
-        self._distinct = tuple(sorted({window for window in self._windows if window is not None}))
+        self.windows = tuple(windows) if windows is not None else (None,) * self.layers
+        self._distinct = tuple(sorted({window for window in self.windows if window is not None}))
         self._layout = layout
         self._segment = segment
         self._promoter = promoter
@@ -123,7 +123,7 @@ class LayerAhead:
             self._read_s += read_s
             for tables, history in zip(self.tables, self.histories, strict=True):
                 tables.enter_chunks(history, layer)
-        window = self._windows[layer]
+        window = self.windows[layer]
         return [
             tables.verified(layer, self._first_chunk(history, window))
             for tables, history in zip(self.tables, self.histories, strict=True)
@@ -207,7 +207,7 @@ class LayerAhead:
         self._records = self._union()
         readers: dict[bytes, set[int | None]] = {record.digest: set() for record in self._records}
         for history in self.histories:
-            for window in set(self._windows):
+            for window in set(self.windows):
                 for record in history.chunks[self._first_chunk(history, window) :]:
                     readers[record.digest].add(window)
         self._readers = [readers[record.digest] for record in self._records]
@@ -225,7 +225,7 @@ class LayerAhead:
         self._stageable = {layer for layer in range(self.layers) if self._needed(layer)}
         pairs = zip(self._records, self._readers, strict=True)
         cold = {window for record, reading in pairs if record.digest not in kept for window in reading}
-        self._stageable |= {layer for layer, window in enumerate(self._windows) if window in cold}
+        self._stageable |= {layer for layer, window in enumerate(self.windows) if window in cold}
         for history, count in zip(self.histories, rows, strict=True):
             if not history.extend_tail(count):
                 raise StateError(Reason.NOT_COMMITTED, "the plan promised slots for the tail that are not free")
@@ -235,7 +235,7 @@ class LayerAhead:
         self._next_layer = 0
 
     def _cost(self, reading: set[int | None]) -> int:
-        return sum(window in reading for window in self._windows)
+        return sum(window in reading for window in self.windows)
 
     def _keep(self, slots: int, tail: int, foreign: int) -> tuple[set[bytes], ResidencyPlan]:
         """Digests of the chunks to keep in memory, and the plan.
@@ -293,12 +293,12 @@ class LayerAhead:
         """Free what no layer reads from memory, as far as a file could bring it back."""
         for record, reading in zip(self._records, self._readers, strict=True):
             if record.evictable:
-                for layer, window in enumerate(self._windows):
+                for layer, window in enumerate(self.windows):
                     if record.digest not in kept or window not in reading:
                         self.directory.evict(record, layer)
 
     def _needed(self, layer: int) -> list[tuple[ChunkRecord, int]]:
-        window = self._windows[layer]
+        window = self.windows[layer]
         return [
             (record, layer)
             for record, reading in zip(self._records, self._readers, strict=True)
