@@ -14,6 +14,31 @@ from kvstrata.contract.identity import ModelIdentity
 from kvstrata.engines.transformers.loading import DTYPES, load_model
 from kvstrata.engines.transformers.model_sources import prepare_model
 from kvstrata.errors import ConfigurationError, ModelLoadError, Reason
+from kvstrata.lab.prose import reading_task
+
+PUBLISHED_GEMMA = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 18,
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture
@@ -52,6 +77,29 @@ def test_bundled_weights_are_the_dequantised_ones(smollm2: Callable[..., Any]) -
     ]:
         stored = dequantize(tensors[name].data, tensors[name].tensor_type)
         assert torch.equal(state[key], torch.from_numpy(stored.copy())), name
+
+
+@pytest.mark.slow
+def test_gemma_is_the_published_model_and_continues_text() -> None:
+    """Needs its package, and its terms accepted in the environment."""
+    try:
+        loaded = load_model("gemma3-270m", dtype="float32")
+    except ModelLoadError as refused:
+        pytest.skip(str(refused))
+    config = loaded.model.config
+    assert {name: getattr(config, name) for name in PUBLISHED_GEMMA} == PUBLISHED_GEMMA
+    assert config.rope_parameters["full_attention"] == {"rope_type": "default", "rope_theta": 1e6}
+    assert config.rope_parameters["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    assert loaded.tokenizer.chat_template is None
+    tokens = loaded.tokenizer("Hello  world\n\n\tna\u00efve").input_ids
+    expected = ["<bos>", "Hello", "\u2581\u2581", "world", "\n\n", "\t", "na", "\u00ef", "ve"]
+    assert loaded.tokenizer.convert_ids_to_tokens(tokens) == expected
+    assert len(reading_task(loaded.tokenizer, 12_000).prompt_ids) == 12_000
+    question = "Question: What is the largest planet of the solar system?\nAnswer:"
+    for text, continuation in (("1, 2, 3, 4, 5,", " 6, 7, 8"), (question, " Jupiter")):
+        ids = loaded.tokenizer(text, return_tensors="pt").input_ids
+        out = loaded.model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        assert loaded.tokenizer.decode(out).startswith(continuation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
