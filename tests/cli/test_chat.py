@@ -130,8 +130,9 @@ def test_ctrl_c_in_an_answer_keeps_what_was_said(chat: Chat, monkeypatch: pytest
 
     with monkeypatch.context() as patched:
         patched.setattr(Conversation, "say", interrupted)
-        chat(LINES, "--session", "talk")
+        events = chat(LINES, "--session", "talk")
     assert chat.code == ExitCode.INTERRUPTED
+    assert [event["event"] for event in events] == ["turn", "saved", "interrupted"]
     stored = chat.stored("talk")
     assert _of(chat([LINES[2]], "--session", "talk"), "turn")[0]["kept_tokens"] == len(stored)
 
