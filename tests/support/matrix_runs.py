@@ -1,0 +1,165 @@
+"""Parts of the matrix of families and modes: batches with padding, runs of `generate`, and how logits are compared."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from engine_cases import rms
+from tiny_models import tiny_model
+from transformers import DynamicCache
+
+TOLERANCE = 1.5
+"""Largest ratio of our error against fp64 to that of the stock cache."""
+
+MANY_ROWS = 40
+"""Rows over which errors are compared at least."""
+
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+    "pad_token_id": 0,
+}
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    """The tiny model, one object for all tests: leave it as you found it."""
+    return tiny_model(name)
+
+
+@functools.cache
+def assistant_of(name: str) -> Any:
+    """A model that often says what `model_of(name)` says, and often does not."""
+    model = copy.deepcopy(model_of(name))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise, alpha=0.05 * float(parameter.abs().mean()))
+    return model
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    """Token ids; a longer list of the same seed begins with the shorter one."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 199, (4096,), generator=generator)[:count].tolist()
+
+
+def padded(parts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [sequences, longest], padded on the left with zeros."""
+    width = max(len(part) for part in parts)
+    ids = torch.tensor([[0] * (width - len(part)) + list(part) for part in parts])
+    mask = torch.tensor([[0] * (width - len(part)) + [1] * len(part) for part in parts])
+    return ids, mask
+
+
+def stock_cache(model: Any) -> dict[str, Any]:
+    """Arguments for `generate` with a new cache of Transformers' own."""
+    return {"past_key_values": DynamicCache(config=model.config)}
+
+
+def generate(
+    model: Any, batch: tuple[torch.Tensor, torch.Tensor], cache: dict[str, Any], new: int, **options: Any
+) -> Any:
+    """`model.generate` over ids and mask, greedy unless `options` say otherwise, with the logits of every step."""
+    ids, mask = batch
+    return model.generate(ids, attention_mask=mask, max_new_tokens=new, **cache, **(GREEDY | options))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A forward call over new columns and what `generate` adds to it.
+
+    prompts: ids of every sequence before its first generated token. first: logits [sequences, columns, vocabulary] of
+    the new columns but the last. mask: [sequences, columns]. output: of `generate`.
+    """
+
+    prompts: list[list[int]]
+    first: torch.Tensor
+    mask: torch.Tensor
+    output: Any
+
+    @property
+    def made(self) -> list[list[int]]:
+        """Generated ids of every sequence."""
+        return self.output.sequences[:, -len(self.output.logits) :].tolist()
+
+    @property
+    def margin(self) -> float:
+        """The least difference between the two best logits of a generated token."""
+        best = torch.stack(self.output.logits).topk(2).values
+        return float((best[..., 0] - best[..., 1]).min())
+
+    def logits(self, row: int) -> torch.Tensor:
+        """[rows, vocabulary] of one sequence: of its new columns that are no padding, and of every step."""
+        shown = self.mask[row, -self.first.shape[1] :].bool()
+        return torch.cat([self.first[row, shown], torch.stack([step[row] for step in self.output.logits])])
+
+
+def run(model: Any, batch: tuple[torch.Tensor, torch.Tensor], cache: dict[str, Any], new: int, start: int = 0) -> Run:
+    """Columns from `start` on but for the last in one call, then greedy decoding of `new` tokens."""
+    ids, mask = batch[0][:, :-1], batch[1][:, :-1]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
+    with torch.no_grad():
+        first = model(ids[:, start:], attention_mask=mask, position_ids=positions, **cache).logits
+    output = generate(model, batch, cache, new)
+    prompts = [row[shown.bool()].tolist() for row, shown in zip(*batch, strict=True)]
+    return Run(prompts, first, mask, output)
+
+
+@functools.cache
+def _eager(name: str, dtype: torch.dtype) -> Any:
+    twin = copy.deepcopy(model_of(name)).to(dtype)
+    twin.set_attn_implementation("eager")
+    if hasattr(twin.config, "num_local_experts"):
+        twin.set_experts_implementation("eager")
+    return twin
+
+
+class Comparison:
+    """Errors of our logits and of the stock cache's, both against one eager forward in fp64, over many rows."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._ours: list[torch.Tensor] = []
+        self._stock: list[torch.Tensor] = []
+        self._worst = 0.0
+
+    def add(self, ids: Sequence[int], ours: torch.Tensor, stock: torch.Tensor) -> None:
+        """Logits [rows, vocabulary] of the last rows of the sequence `ids`."""
+        assert ours.shape == stock.shape
+        with torch.no_grad():
+            truth, *forwards = (
+                model(torch.tensor([list(ids)]), use_cache=False).logits[0]
+                for model in (
+                    _eager(self._name, torch.float64),
+                    model_of(self._name),
+                    _eager(self._name, torch.float32),
+                )
+            )
+        self._ours.append(rms(ours - truth[-len(ours) :]))
+        self._stock.append(rms(stock - truth[-len(ours) :]))
+        self._worst = max(self._worst, float(self._stock[-1].max()), *(float(rms(f - truth).max()) for f in forwards))
+
+    def add_runs(self, ours: Run, stock: Run) -> None:
+        """All rows of two runs that must have generated the same ids."""
+        assert ours.made == stock.made
+        for row, (prompt, made) in enumerate(zip(stock.prompts, stock.made, strict=True)):
+            self.add([*prompt, *made[:-1]], ours.logits(row), stock.logits(row))
+
+    def require_as_good(self) -> None:
+        """Over all rows at most 1.5 times the stock error, and in each at most 1.5 times stock's worst row.
+
+        Two sums of equal precision err differently on a single row, so no row is compared with the same one. The worst
+        is that of the cache's rows and of forwards without one, by the model's own attention and by its eager one.
+        """
+        ours, stock = torch.cat(self._ours), torch.cat(self._stock)
+        assert len(ours) >= MANY_ROWS
+        assert rms(ours) <= TOLERANCE * rms(stock)
+        assert ours.max() <= TOLERANCE * self._worst
