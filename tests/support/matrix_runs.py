@@ -114,12 +114,21 @@ def run(model: Any, batch: tuple[torch.Tensor, torch.Tensor], cache: dict[str, A
 
 
 @functools.cache
-def _eager(name: str, dtype: torch.dtype) -> Any:
-    twin = copy.deepcopy(model_of(name)).to(dtype)
+def _double(name: str) -> Any:
+    twin = copy.deepcopy(model_of(name)).double()
     twin.set_attn_implementation("eager")
     if hasattr(twin.config, "num_local_experts"):
         twin.set_experts_implementation("eager")
     return twin
+
+
+@functools.cache
+def _worst_row(name: str) -> float:
+    """The largest error of a row of stock forwards over eight prompts: a single prompt has few ill-conditioned rows."""
+    ids = torch.tensor([tokens(250, seed) for seed in range(100, 108)])
+    with torch.no_grad():
+        found, truth = (model(ids, use_cache=False).logits for model in (model_of(name), _double(name)))
+    return float(rms(found - truth).max())
 
 
 class Comparison:
@@ -129,23 +138,15 @@ class Comparison:
         self._name = name
         self._ours: list[torch.Tensor] = []
         self._stock: list[torch.Tensor] = []
-        self._worst = 0.0
+        self._worst = _worst_row(name)
 
     def add(self, ids: Sequence[int], ours: torch.Tensor, stock: torch.Tensor) -> None:
         """Logits [rows, vocabulary] of the last rows of the sequence `ids`."""
         assert ours.shape == stock.shape
         with torch.no_grad():
-            truth, *forwards = (
-                model(torch.tensor([list(ids)]), use_cache=False).logits[0]
-                for model in (
-                    _eager(self._name, torch.float64),
-                    model_of(self._name),
-                    _eager(self._name, torch.float32),
-                )
-            )
-        self._ours.append(rms(ours - truth[-len(ours) :]))
-        self._stock.append(rms(stock - truth[-len(ours) :]))
-        self._worst = max(self._worst, float(self._stock[-1].max()), *(float(rms(f - truth).max()) for f in forwards))
+            truth = _double(self._name)(torch.tensor([list(ids)]), use_cache=False).logits[0, -len(ours) :]
+        self._ours.append(rms(ours - truth))
+        self._stock.append(rms(stock - truth))
 
     def add_runs(self, ours: Run, stock: Run) -> None:
         """All rows of two runs that must have generated the same ids."""
@@ -156,10 +157,10 @@ class Comparison:
     def require_as_good(self) -> None:
         """Over all rows at most 1.5 times the stock error, and in each at most 1.5 times stock's worst row.
 
-        Two sums of equal precision err differently on a single row, so no row is compared with the same one. The worst
-        is that of the cache's rows and of forwards without one, by the model's own attention and by its eager one.
+        Two sums of equal precision err differently on a single row, so no row is compared with the same one, but with
+        the worst of the cache's rows and of stock forwards over other prompts.
         """
         ours, stock = torch.cat(self._ours), torch.cat(self._stock)
         assert len(ours) >= MANY_ROWS
         assert rms(ours) <= TOLERANCE * rms(stock)
-        assert ours.max() <= TOLERANCE * self._worst
+        assert ours.max() <= TOLERANCE * max(float(stock.max()), self._worst)
