@@ -137,16 +137,18 @@ def test_a_prompt_longer_than_the_context_says_how_long_it_may_be(model: Path, t
 
 @pytest.mark.slow
 def test_a_killed_stage_becomes_a_message(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    popen = subprocess.Popen
+    popen, children = subprocess.Popen, []
 
-    def killed(command: list[str], **options: Any) -> Any:
-        child = popen(command, **options)
-        if "cold" in command:
-            child.send_signal(signal.SIGKILL)
-        return child
+    def started(command: list[str], **options: Any) -> Any:
+        children.append(popen(command, **options))
+        return children[-1]
 
-    monkeypatch.setattr(demo_process.subprocess, "Popen", killed)
-    outcome = run_demo(DemoOptions(tmp_path, model=str(model), tokens=TOKENS), _quiet)
+    def killing(stage: str, what: str, done: int, total: int) -> None:
+        if stage == "cold":
+            children[-1].send_signal(signal.SIGKILL)
+
+    monkeypatch.setattr(demo_process.subprocess, "Popen", started)
+    outcome = run_demo(DemoOptions(tmp_path, model=str(model), tokens=TOKENS), killing)
     assert outcome.failure is not None
     assert (outcome.failure.stage, outcome.failure.error) == ("cold", None)
     assert "SIGKILL" in outcome.failure.detail
