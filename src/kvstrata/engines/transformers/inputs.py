@@ -11,7 +11,7 @@ import torch
 from kvstrata.engines.transformers.row import Row
 from kvstrata.errors import ConfigurationError, Reason, UnsupportedError
 
-__all__ = ["Columns", "OutputView", "Span", "take_source"]
+__all__ = ["Columns", "OutputView", "Span", "skip_known", "take_source"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,27 @@ def take_source(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> torch
             "pass at least one token; restore(..., token_ids=prompt) leaves the prompt's last one to compute",
         )
     return source
+
+
+def skip_known(source: torch.Tensor, rows: Sequence[Row], kwargs: dict[str, Any]) -> torch.Tensor:
+    """`source` without the columns that the only sequence has already, and `position_ids` likewise.
+
+    Transformers begins to draft with the whole sequence, whatever the cache holds. Where the ids differ, or no column
+    would be left for a wanted row of logits, nothing is taken away and the positions are refused.
+    """
+    width, count, positions = rows[0].width, int(source.shape[1]), kwargs.get("position_ids")
+    if source.dim() != 2 or not len(rows) == len(source) == 1 or not width or positions is None or positions[0, 0] != 0:
+        return source
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
+    if mask is None:
+        mask = torch.ones_like(source)
+    elif not isinstance(mask, torch.Tensor) or mask.shape != source.shape:
+        return source
+    known = source[0, :width][mask[0, :width] != 0]
+    if known.tolist() != rows[0].token_ids or not isinstance(keep, int) or not 0 < keep <= count - width:
+        return source
+    kwargs["position_ids"] = positions[:, width:]
+    return source[:, width:]
 
 
 @dataclass(frozen=True)
@@ -200,7 +221,7 @@ def _positions(what: str) -> UnsupportedError:
     return UnsupportedError(
         Reason.POSITIONS_UNSUPPORTED,
         what,
-        "leave position_ids out, or count the tokens of each sequence without its padding",
+        "leave position_ids out, or let the attention mask hide padding and what came after its end",
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvstrata.contract.receipts import Recompute, StepReceipt
 from kvstrata.engines.transformers.cache import RequestCache
-from kvstrata.engines.transformers.inputs import Columns, OutputView, Span, take_source
+from kvstrata.engines.transformers.inputs import Columns, OutputView, Span, skip_known, take_source
 from kvstrata.engines.transformers.row import Row
 from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
 from kvstrata.placement.layer_ahead import LayerAhead
@@ -96,6 +96,8 @@ class Request:
         self.require_open()
         source = take_source(input_ids, kwargs)
         self._align(int(source.shape[0]))
+        if self._drafts:
+            source = skip_known(source, self.rows, kwargs)
         columns = Columns.take(source, self.rows, kwargs, self.memory.max_positions)
         view = OutputView.take(kwargs, columns.count, self.memory.model.config)
         self.replay(inner, ())
@@ -104,7 +106,7 @@ class Request:
             drafts = columns.count if view.kept is None else len(view.kept) - 1
             if self._drafts and drafts > 0:
                 row.draft(row.frontier + columns.count - drafts)
-        name = "input_ids" if source is input_ids else "inputs_embeds"
+        name = "input_ids" if source.dim() == 2 else "inputs_embeds"
         outputs, bounds, width = [], [], columns.width
         for begin, end in self.memory.slices(width, columns.count, last_alone=view.last_only, whole=view.whole):
             first, stop = begin - width, end - width
