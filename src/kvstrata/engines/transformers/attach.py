@@ -41,6 +41,7 @@ def attach(
     read_timeout_s: float = 30.0,
     threads: int | None = None,
     kernel_level: str | None = None,
+    compile: bool = False,  # noqa: A002 - the name that PyTorch's users look for
 ) -> Memory:
     """Let `model` keep its K/V history in layered memory for the length of a `with` block. Exact.
 
@@ -55,6 +56,8 @@ def attach(
     - readers: threads that read files. read_timeout_s: longest wait for a layer's segments, in seconds.
     - threads: threads of the kernels (default: PyTorch's).
     - kernel_level: a native level, or `torch`; default: the best one that is built and runs here.
+    - compile: run steps of one token a sequence by `torch.compile`, from the first such step on, which waits for the
+      compiler. Where that fails, a `CompilationWarning` says so, and steps run as without it; see `memory.compilation`.
 
     Nothing is computed or reserved for good before the block is entered. Errors: `UnsupportedError` for a model that
     cannot be served exactly, `BudgetError` with the bytes that would do, `StoreError`, `ConfigurationError`.
@@ -99,6 +102,7 @@ def attach(
         readers=readers,
         read_timeout_s=read_timeout_s,
         owns_store=owns,
+        compiled=compile,
     )
 
 

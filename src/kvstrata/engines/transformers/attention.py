@@ -1,8 +1,9 @@
-"""The attention function that Transformers calls during a step, registered only while a model is attached."""
+"""The attention functions that Transformers calls during a step, registered only while a model is attached."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -13,7 +14,10 @@ from kvstrata.kernels.block_table import BlockTable
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace, prefill_attention
 
-__all__ = ["PagedAttention", "register", "unregister"]
+if TYPE_CHECKING:
+    from kvstrata.engines.transformers.request import Request
+
+__all__ = ["PagedAttention", "attend", "eager_attention", "register", "unregister"]
 
 
 class PagedAttention:
@@ -65,9 +69,9 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def register(name: str) -> None:
-    """Enter the function into Transformers' registries under `name`, which must be the caller's own."""
-    AttentionInterface.register(name, _attend)
+def register(name: str, function: Callable[..., Any]) -> None:
+    """Enter an attention function into Transformers' registries under `name`, which must be the caller's own."""
+    AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _no_mask)
 
 
@@ -77,24 +81,39 @@ def unregister(name: str) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
 
-def _attend(
+def eager_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
+    """The attention function of steps that are not compiled; finds the request on the keys."""
     request = getattr(key, "kvstrata_request", None)
     if request is None:
         raise StateError(Reason.NOT_COMMITTED, "rows reached the attention function without passing through a request")
-    layer = module.layer_idx
-    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    rule = kwargs["scaling"], kwargs.get("sliding_window"), kwargs.get("s_aux"), kwargs.get("softcap")
+    return attend(request, module.layer_idx, query, key, value, *rule), None
+
+
+def attend(
+    request: Request,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`Request.attend`, by the rule of a module. Errors: `UnsupportedError` if that is not its family's."""
     rule = request.memory.rules[layer]
     # The plan has counted on the family's rule; by another one a module would see rows that are not there.
-    if window != rule.window or (sinks is not None) != rule.sinks or kwargs.get("softcap") is not None:
+    if window != rule.window or (sinks is not None) != rule.sinks or softcap is not None:
         raise UnsupportedError(
             Reason.MODEL_UNSUPPORTED,
             f"layer {layer} attends by another rule than its family: sliding_window={window}, "
-            f"sinks={'yes' if sinks is not None else 'no'}, softcap={kwargs.get('softcap')}; expected {rule}",
+            f"sinks={'yes' if sinks is not None else 'no'}, softcap={softcap}; expected {rule}",
             "use the stock cache for this model",
         )
-    return request.attend(layer, query, key, value, kwargs["scaling"], window, sinks), None
+    return request.attend(layer, query, key, value, scale, window, sinks)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import Ledger, Recompute, RestoreReceipt, SaveReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.engines.transformers.attention import PagedAttention
+from kvstrata.engines.transformers.compilation import Compilation
 from kvstrata.engines.transformers.families import LayerRule
 from kvstrata.engines.transformers.request import Request
 from kvstrata.engines.transformers.row import Row
@@ -56,6 +57,7 @@ class Memory:
         read_timeout_s: float,
         clock: Clock = time.perf_counter,
         owns_store: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.model = model
         self.store = store
@@ -80,7 +82,7 @@ class Memory:
         self._staged_peak = 0
         self._recomputes: list[Recompute] = []
         self._active: Request | None = None
-        self._wrapping = Wrapping(self)
+        self.wrapping = Wrapping(self, compiled)
         self._backing = open_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing)
         self.directory = Directory(self.arena, context.abi.layers)
@@ -92,9 +94,9 @@ class Memory:
         if self._closed:
             raise StateError(Reason.CLOSED, "the memory was closed", "call attach again")
         try:
-            self._wrapping.enter()
+            self.wrapping.enter()
         except StateError:
-            if not self._wrapping.attached:
+            if not self.wrapping.attached:
                 self._discard()
             raise
         self._promoter = Promoter(
@@ -111,10 +113,10 @@ class Memory:
 
     def close(self) -> None:
         """Detach: end the threads after what they are doing, free the arena, leave the model as it was."""
-        if not self._wrapping.attached:
+        if not self.wrapping.attached:
             return
         self._final = self.ledger()
-        self._wrapping.leave()
+        self.wrapping.leave()
         try:
             for request in list(self._requests):
                 request.close()
@@ -292,7 +294,7 @@ class Memory:
     def stock(self) -> Iterator[None]:
         """Inside the block, calls may bring a cache of Transformers' own; outside it they are refused."""
         self._attached()
-        with self._wrapping.stock():
+        with self.wrapping.stock():
             yield
 
     def activate(self, request: Request, rows: Sequence[int]) -> None:
@@ -323,19 +325,16 @@ class Memory:
         if record.file is FileReplicaState.PUBLISHED:
             self.directory.mark(record, FileReplicaState.REVOKED)
 
-    def engaged(self) -> contextlib.AbstractContextManager[None]:
-        """For one step, let the model call the registered attention function instead of its own."""
-        return self._wrapping.engaged()
+    @property
+    def compilation(self) -> Compilation:
+        """What became of `compile=True`, so far."""
+        compiler = self.wrapping.compiler
+        return Compilation() if compiler is None else compiler.report
 
     @property
     def cache_name(self) -> str:
         """The keyword under which the model's forward takes a cache."""
-        return self._wrapping.cache_name
-
-    @property
-    def quiet_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of a forward call whose logits nobody wants."""
-        return self._wrapping.quiet_kwargs
+        return self.wrapping.cache_name
 
     def finish(self, done: Sequence[bool]) -> None:
         """Note which sequences of the request that ran last `generate` has finished."""
@@ -386,7 +385,7 @@ class Memory:
         return self._promoter
 
     def _inner(self) -> Callable[..., Any]:
-        original = self._wrapping.original
+        original = self.wrapping.original
         if original is None:
             raise StateError(Reason.CLOSED, "the memory is not attached", "use it inside its `with` block")
         return original

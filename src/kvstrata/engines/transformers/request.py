@@ -297,7 +297,7 @@ class Request:
     def _run_known(self, inner: Forward, row: Row, ids: list[int]) -> None:
         named = {"input_ids": torch.tensor([ids], device=self.memory.device)}
         span = Span(row, 0, slice(0, len(ids)), row.history.frontier, len(ids), ids)
-        self._run(inner, named, [span], self.memory.quiet_kwargs)
+        self._run(inner, named, [span], self.memory.wrapping.quiet_kwargs)
 
     def _run(self, inner: Forward, named: dict[str, Any], spans: list[Span], kwargs: dict[str, Any]) -> Any:
         counts = [sum(span.rows for span in spans if span.row is row) for row in self.rows]
@@ -309,9 +309,8 @@ class Request:
             try:
                 self.memory.activate(self, counts)
                 self._spans = spans
-                with torch.no_grad(), self.memory.engaged():
-                    given = {self.memory.cache_name: self.cache, "use_cache": True, "attention_mask": None}
-                    output = inner(**named, **kwargs, **given, position_ids=positions)
+                with torch.no_grad():
+                    output = self.memory.wrapping.compute(inner, self, named, positions, kwargs)
             except DamagedError as error:
                 self._abort()
                 self.recover(inner, error)

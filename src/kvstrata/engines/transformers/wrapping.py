@@ -14,11 +14,13 @@ from transformers.generation import StoppingCriteriaList
 
 from kvstrata.engines.transformers import attention
 from kvstrata.engines.transformers.cache import RequestCache
+from kvstrata.engines.transformers.compilation import StepCompiler
 from kvstrata.engines.transformers.versions import cache_keyword
 from kvstrata.errors import Reason, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from kvstrata.engines.transformers.memory import Memory
+    from kvstrata.engines.transformers.request import Request
 
 __all__ = ["Wrapping"]
 
@@ -28,10 +30,12 @@ _CRITERIA = "_get_stopping_criteria"
 class Wrapping:
     """Replaces `forward` on one model object, and listens to what `generate` says of ended sequences.
 
-    original: the model's own forward, `None` outside. cache_name: its keyword for a cache. quiet_kwargs: see `Memory`.
+    original: the model's own forward, `None` outside. cache_name: its keyword for a cache. quiet_kwargs:
+    keyword arguments of a forward call whose logits nobody wants.
+    compiler: what runs steps of one column, `None` without `compile=True`.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, compiled: bool = False) -> None:
         self._memory = memory
         self._model = memory.model
         self._name = f"kvstrata-{id(memory):x}"
@@ -42,6 +46,10 @@ class Wrapping:
         self.cache_name = cache_keyword(self._model)
         self.quiet_kwargs: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._names = list(accepted)
+        layers = memory.context.abi.layers
+        self.compiler = (
+            StepCompiler(self._model, f"{self._name}-compiled", self.cache_name, layers) if compiled else None
+        )
 
     @property
     def attached(self) -> bool:
@@ -54,7 +62,10 @@ class Wrapping:
             raise StateError(
                 Reason.ALREADY_ATTACHED, "the model's forward is replaced already", "leave the other `with` block first"
             )
-        attention.register(self._name)
+        attention.register(self._name, attention.eager_attention)
+        if self.compiler is not None:
+            self.compiler.open()
+            attention.register(self.compiler.name, self.compiler.attention.function())
         self.original = self._model.forward
         self._implementation = self._model.config._attn_implementation
         # Bound methods, so that a deep copy of the model gets its own and not a way to this model.
@@ -70,11 +81,36 @@ class Wrapping:
         for name in ("generate", _CRITERIA):
             vars(self._model).pop(name, None)
         attention.unregister(self._name)
+        if self.compiler is not None:
+            attention.unregister(self.compiler.name)
+            self.compiler.close()
+
+    def compute(
+        self,
+        inner: Callable[..., Any],
+        request: Request,
+        named: dict[str, Any],
+        positions: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The output of the model's own forward, `inner`, for one step of `request`, compiled where that is possible.
+
+        named: `input_ids` or `inputs_embeds` by name. positions: [batch, columns]. kwargs: what else the caller passed.
+        """
+        compiler = self.compiler
+        if compiler is not None and compiler.serves(named, kwargs):
+            with self._engaged(compiler.name):
+                output = compiler.run(inner, request, named["input_ids"], positions)
+            if output is not None:
+                return output
+        with self._engaged(self._name):
+            given = {self.cache_name: request.cache, "use_cache": True, "attention_mask": None}
+            return inner(**named, **kwargs, **given, position_ids=positions)
 
     @contextlib.contextmanager
-    def engaged(self) -> Iterator[None]:
-        """For one step, let the model call the registered attention function instead of its own."""
-        self._model.config._attn_implementation = self._name
+    def _engaged(self, name: str) -> Iterator[None]:
+        """For one step, let the model call the attention function `name` instead of its own."""
+        self._model.config._attn_implementation = name
         try:
             yield
         finally:
