@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from attention_reference import exact_attention, rows_of, table_of
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.kernels import DecodeAttention
 from kvstrata.kernels.build import LEVEL_FLAGS, build, find_compiler, main, object_name
-from kvstrata.kernels.native import ENVIRONMENT, load
+from kvstrata.kernels.native import ENVIRONMENT, LEVELS, load
 
 
 def test_a_failing_compiler_leaves_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +52,15 @@ def test_a_level_that_compiles_is_loadable(tmp_path: Path, monkeypatch: pytest.M
     kernels = load("portable", tmp_path)
     assert kernels is not None
     assert kernels.path.parent == tmp_path
+
+
+def test_the_module_runs_without_being_imported_twice() -> None:
+    """Its package must not import it: runpy warns then, and the module's state exists twice."""
+    command = [sys.executable, "-W", "error", "-m", "kvstrata.kernels.build", "--help"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_loader_knows_the_levels_that_are_built() -> None:
+    assert tuple(LEVEL_FLAGS) == LEVELS

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import ConfigurationError, KernelUnavailable, KvstrataError, Reason
-from kvstrata.kernels.build import LEVEL_FLAGS, default_target, object_name
 
 __all__ = ["ENVIRONMENT", "KernelReport", "NativeKernels", "NativeLayout", "available_levels", "describe", "load"]
 
@@ -24,9 +23,9 @@ ENVIRONMENT = "KVSTRATA_ISA"
 """Environment variable that names a level, or ``torch`` for no native code."""
 
 ABI_VERSION = 2
-LEVELS = tuple(LEVEL_FLAGS)
 TORCH = "torch"
 _CPU_BITS = {"portable": 1, "avx2": 2, "avx512": 4}
+LEVELS = tuple(_CPU_BITS)
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -134,9 +133,22 @@ def _bind(library: ctypes.CDLL, name: str, *arguments: type) -> Callable[..., in
     return bound
 
 
+def _folder(folder: Path | None) -> Path:
+    # Imported late, here and below: `python -m kvstrata.kernels.build` must not find itself imported with its package.
+    from kvstrata.kernels.build import default_target
+
+    return folder or default_target()
+
+
+def _object(folder: Path, level: str) -> Path:
+    from kvstrata.kernels.build import object_name
+
+    return folder / object_name(level)
+
+
 def _survey(folder: Path) -> dict[str, str | None]:
     """Level to why it cannot be used, None when it can."""
-    portable = folder / object_name("portable")
+    portable = _object(folder, "portable")
     if not portable.is_file():
         return dict.fromkeys(LEVELS, "not built: run python -m kvstrata.kernels.build")
     try:
@@ -149,7 +161,7 @@ def _survey(folder: Path) -> dict[str, str | None]:
         return dict.fromkeys(LEVELS, f"interface version {version}, needed {ABI_VERSION}: build again")
     survey: dict[str, str | None] = {}
     for level in LEVELS:
-        if not (folder / object_name(level)).is_file():
+        if not _object(folder, level).is_file():
             survey[level] = "not built: the compiler rejected its flags, or the build is partial"
         elif not supported & _CPU_BITS[level]:
             survey[level] = "this CPU lacks the instructions"
@@ -160,7 +172,7 @@ def _survey(folder: Path) -> dict[str, str | None]:
 
 def available_levels(folder: Path | None = None) -> tuple[str, ...]:
     """Levels that are built and that this CPU runs, slowest first."""
-    return tuple(level for level, why in _survey(folder or default_target()).items() if why is None)
+    return tuple(level for level, why in _survey(_folder(folder)).items() if why is None)
 
 
 def load(level: str | None = None, folder: Path | None = None) -> NativeKernels | None:
@@ -177,7 +189,7 @@ def load(level: str | None = None, folder: Path | None = None) -> NativeKernels 
     if level is not None and level not in LEVELS:
         known = ", ".join((*LEVELS, TORCH))
         raise ConfigurationError(Reason.INVALID_ARGUMENT, f"{source} must be one of {known}, got {level!r}")
-    folder = folder or default_target()
+    folder = _folder(folder)
     survey = _survey(folder)
     if level is None:
         level = next((name for name in reversed(LEVELS) if survey[name] is None), None)
@@ -189,12 +201,12 @@ def load(level: str | None = None, folder: Path | None = None) -> NativeKernels 
             f"{source} names the kernel level {level!r}, which is not available: {why}",
             f"unset {ENVIRONMENT} to use the best level, or set it to {TORCH}",
         )
-    return NativeKernels(level, folder / object_name(level))
+    return NativeKernels(level, _object(folder, level))
 
 
 def describe(folder: Path | None = None) -> KernelReport:
     """What `load` would use here and why the other levels are not available. Raises as `load` does."""
-    folder = folder or default_target()
+    folder = _folder(folder)
     survey = _survey(folder)
     kernels = load(folder=folder)
     return KernelReport(

@@ -32,8 +32,9 @@ class Turns:
         self._closing = closed[len(opening) + len(_ANSWERED) :]
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a conversation that begins with `text`."""
-        return self._ids(self._render([("user", text)], ask=True))
+        """Ids of a conversation that begins with `text`; without a template, with the begin marker of the tokenizer."""
+        begin = getattr(self._tokenizer, "chat_template", None) is None
+        return self._ids(self._render([("user", text)], ask=True), begin=begin)
 
     def next_prompt(self, history: Sequence[int], text: str) -> list[int]:
         """`history`, which `closed` returned, and the ids that the user's `text` adds."""
@@ -61,8 +62,8 @@ class Turns:
         conversation = [{"role": role, "content": content} for role, content in turns]
         return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=ask))
 
-    def _ids(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False).input_ids]
+    def _ids(self, text: str, *, begin: bool = False) -> list[int]:
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=begin).input_ids]
 
 
 def _rewrites() -> UnsupportedError:
