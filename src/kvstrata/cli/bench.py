@@ -58,7 +58,7 @@ def _settings(
     if dtype:
         settings |= {"dtype": dtype[0]} if name == "memory" else {"dtypes": dtype}
     if tokens:
-        settings |= {"lengths": [tokens]} if name == "decode" else {"tokens": tokens}
+        settings |= {"lengths": [tokens]} if name in ("decode", "compile") else {"tokens": tokens}
     if rounds and name != "memory":
         settings |= {"rounds": rounds}
     return settings

@@ -148,7 +148,9 @@ class StepCompiler:
         except Exception as error:
             if self.attention.started:
                 raise
-            self._fail(f"{type(error).__name__}: {error}", self._clock() - start)
+            # PyTorch wraps what its backend raised.
+            cause = getattr(error, "inner_exception", None) or error
+            self._fail(f"{type(cause).__name__}: {cause}", self._clock() - start)
             return None
         finally:
             self.attention.release()

@@ -14,6 +14,7 @@ BENCHES = {
     "decode": "kvstrata.lab.bench.decode:bench_decode",
     "prefill": "kvstrata.lab.bench.prefill:bench_prefill",
     "restore": "kvstrata.lab.bench.restore:bench_restore",
+    "compile": "kvstrata.lab.bench.compiled:bench_compile",
     "memory": "kvstrata.lab.bench.memory:bench_memory",
 }
 """Name of each benchmark and where it lives; loaded when it is run."""
