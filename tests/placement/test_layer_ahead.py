@@ -340,3 +340,19 @@ def test_a_window_shorter_than_the_tail_needs_no_sealed_chunk(parts: Open) -> No
         opened.publisher.wait()
         assert receipt.moved_segments == 0, step_number
     assert len(history.chunks) == 6
+
+
+def test_slots_of_a_longer_step_that_was_cut_short_are_used(parts: Open) -> None:
+    opened = parts(3 * LAYERS)
+    first, second = (make_history(opened.directory, 0) for _ in range(2))
+    plan = opened.plan(first)
+    plan.replace([first, second])
+    plan.begin_step(2 * SIZE + 1, 0)
+    assert opened.directory.arena.free_slots == 0
+    plan.abort_step()
+    plan.begin_step(SIZE, SIZE + 1)
+    assert (len(first.tail), len(second.tail)) == (1, 2)
+    plan.abort_step()
+    plan.begin_step(0, 1)
+    assert (len(first.tail), len(second.tail)) == (0, 1)
+    plan.abort_step()

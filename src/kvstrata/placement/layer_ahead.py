@@ -204,6 +204,10 @@ class LayerAhead:
     def _replan(self, rows: Sequence[int]) -> None:
         self.abort_step()
         arena = self.directory.arena
+        for history, count in zip(self.histories, rows, strict=True):
+            if len(history.tail) > history.tail_chunks_for(count):
+                # Slots for a longer step that was cut short: the plan counts on them.
+                history.rewind(history.frontier)
         self._records = self._union()
         readers: dict[bytes, set[int | None]] = {record.digest: set() for record in self._records}
         for history in self.histories:

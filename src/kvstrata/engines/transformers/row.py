@@ -80,7 +80,7 @@ class Row:
         """Rows from here on belong to a beam, which may be dropped at any step: they are never committed."""
         self.keep_drafts()
         if self.history.hold is None:
-            self.history.hold = self.history.frontier
+            self.history.hold = self.frontier
 
     def fork(self) -> Row | None:
         """A copy; `None` when there is no memory for its open tail."""
