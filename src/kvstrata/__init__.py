@@ -13,12 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstrata.engines.transformers import LoadedModel, Memory, Request, attach, load_model
+    from kvstrata.engines.transformers import CompilationWarning, LoadedModel, Memory, Request, attach, load_model
     from kvstrata.errors import BudgetError, KvstrataError, Reason, SessionError, StoreError, UnsupportedError
     from kvstrata.store import Store
 
 __all__ = [
     "BudgetError",
+    "CompilationWarning",
     "KvstrataError",
     "LoadedModel",
     "Memory",
@@ -43,6 +44,7 @@ _HOMES = {
     "StoreError": "kvstrata.errors",
     "UnsupportedError": "kvstrata.errors",
     "Store": "kvstrata.store",
+    "CompilationWarning": "kvstrata.engines.transformers",
     "LoadedModel": "kvstrata.engines.transformers",
     "Memory": "kvstrata.engines.transformers",
     "Request": "kvstrata.engines.transformers",
