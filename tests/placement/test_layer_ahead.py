@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from kvstrata.store.history import History
 from kvstrata.store.promotion import Promoter
 from kvstrata.store.publication import Publisher
 from kvstrata.tiers.device import HostTensorBacking
-from kvstrata.tiers.files import FileTier
+from kvstrata.tiers.files import FileTier, OsFiles
 from kvstrata.tiers.memory import MemoryArena
 
 CHUNKS = 4
@@ -356,3 +358,20 @@ def test_slots_of_a_longer_step_that_was_cut_short_are_used(parts: Open) -> None
     plan.begin_step(0, 1)
     assert (len(first.tail), len(second.tail)) == (0, 1)
     plan.abort_step()
+
+
+class _SlowWrites(OsFiles):
+    def pwritev(self, fd: int, buffers: Any, offset: int, /) -> int:
+        time.sleep(0.05)
+        return os.pwritev(fd, buffers, offset)
+
+
+def test_slots_that_a_write_still_holds_are_waited_for(parts: Open) -> None:
+    """Their history is closed, and they are nobody's; they are free as soon as the write has ended."""
+    opened = parts(LAYERS, _SlowWrites())
+    history = make_history(opened.directory, 1)
+    opened.publisher.submit(history.chunks[0])
+    history.close()
+    assert opened.directory.arena.free_slots < LAYERS
+    receipt = step(opened.plan(History(opened.directory, history.context)))
+    assert receipt.stall_s > 0

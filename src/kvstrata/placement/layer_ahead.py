@@ -203,7 +203,6 @@ class LayerAhead:
 
     def _replan(self, rows: Sequence[int]) -> None:
         self.abort_step()
-        arena = self.directory.arena
         for history, count in zip(self.histories, rows, strict=True):
             if len(history.tail) > history.tail_chunks_for(count):
                 # Slots for a longer step that was cut short: the plan counts on them.
@@ -218,7 +217,7 @@ class LayerAhead:
         tail = sum(history.tail_chunks_for(count) for history, count in zip(self.histories, rows, strict=True))
         own = sum(len(history.tail) for history in self.histories) * self.layers
         own += sum(record.resident for record in self._records)
-        kept, plan = self._keep(arena.free_slots + own, tail, arena.used_slots - own)
+        kept, plan = self._keep(own, tail)
         self._depth = plan.depth
         self._cold = [
             record
@@ -241,21 +240,28 @@ class LayerAhead:
     def _cost(self, reading: set[int | None]) -> int:
         return sum(window in reading for window in self.windows)
 
-    def _keep(self, slots: int, tail: int, foreign: int) -> tuple[set[bytes], ResidencyPlan]:
-        """Digests of the chunks to keep in memory, and the plan.
+    def _keep(self, own: int, tail: int) -> tuple[set[bytes], ResidencyPlan]:
+        """Digests of the chunks to keep in memory, and the plan. own: slots that the histories hold now.
 
         Waits until the chunks that are left out have a valid file replica.
         """
         tried: set[bytes] = set()
+        arena, settled = self.directory.arena, self._publisher is None
         while True:
+            slots = arena.free_slots + own
             cost = {r.digest: self._cost(reading) for r, reading in zip(self._records, self._readers, strict=True)}
             read = [record for record in self._records if cost[record.digest]]
             # What has no other replica stays in all layers.
             unsafe = [record for record in self._records if not record.evictable]
             safe = sorted((r for r in read if r.evictable), key=lambda record: -record.resident)
             plan = plan_residency(slots, [cost[r.digest] for r in read], tail * self.layers, self._wanted_depth)
+            if plan is None and not settled:
+                # Slots that were given up in the middle of a write are free when it ends.
+                self._stall_s += self._publisher.wait() if self._publisher is not None else 0.0
+                settled = True
+                continue
             if plan is None:
-                self._refuse(len(read), tail, foreign)
+                self._refuse(len(read), tail, arena.used_slots - own)
             order = [*unsafe, *safe]
             costs = [self.layers] * len(unsafe) + [cost[record.digest] for record in safe]
             plan = plan_residency(slots, costs, tail * self.layers, self._wanted_depth)
