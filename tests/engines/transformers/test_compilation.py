@@ -57,7 +57,12 @@ def settings() -> tuple[Any, ...]:
     )
 
 
-def test_a_compiled_run_says_the_same_and_leaves_nothing_behind(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.compile)])
+def test_a_compiled_run_says_the_same_and_leaves_nothing_behind(
+    tiny_llama: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest, real: bool
+) -> None:
+    if not real:
+        request.getfixturevalue("traced")
     model, ids = tiny_llama(), prompt(LENGTH)
     with attach(model, tmp_path / "eager") as memory:
         expected = generate(model, ids, NEW, memory.generate_kwargs())
@@ -118,13 +123,15 @@ def test_many_attachments_do_not_use_up_pytorchs_limit_of_versions(
 ) -> None:
     import torch._dynamo.config
 
-    limit = torch._dynamo.config.recompile_limit
     model = tiny_llama(layers=1)
-    for number in range(limit + 2):
-        with attach(model, tmp_path / "store", compile=True) as memory:
+    for number in range(4):
+        with (
+            torch._dynamo.config.patch(recompile_limit=2),
+            attach(model, tmp_path / "store", compile=True) as memory,
+        ):
             generate(model, prompt(5, seed=number), 2, memory.generate_kwargs())
             assert memory.compilation.state is CompilationState.COMPILED
-    assert len(traced) == limit + 2
+    assert len(traced) == 4
 
 
 def test_what_is_no_single_token_runs_eagerly(
