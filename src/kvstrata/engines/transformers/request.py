@@ -45,6 +45,7 @@ class Request:
         self._batch = 0
         self._drafts = False
         self._recoveries = 0
+        self._layers_done = 0
 
     @property
     def row(self) -> Row:
@@ -138,6 +139,8 @@ class Request:
                 "attention ran outside a step of this request",
                 "call the attached model itself, not one of its submodules",
             )
+        if layer != self._layers_done:
+            raise self._skipped(f"layer {layer} came after {self._layers_done} of {self.plan.layers} layers")
         tables = self.plan.before_layer(layer)
         batch, columns = query.shape[0], query.shape[2]
         attention = self.memory.attention
@@ -153,6 +156,7 @@ class Request:
                 table = tables[self._place(span)]
                 output[span.batch, span.columns] = attention(q, k, v, table, span.start, scale, window, sinks)[0]
         self.plan.after_layer(layer)
+        self._layers_done += 1
         return output
 
     def recover(self, inner: Forward, error: DamagedError) -> None:
@@ -308,9 +312,11 @@ class Request:
         while True:
             try:
                 self.memory.activate(self, counts)
-                self._spans = spans
+                self._spans, self._layers_done = spans, 0
                 with torch.no_grad():
                     output = self.memory.wrapping.compute(inner, self, named, positions, kwargs)
+                if self._layers_done != self.plan.layers:
+                    raise self._skipped(f"a step ended after {self._layers_done} of {self.plan.layers} layers")
             except DamagedError as error:
                 self._abort()
                 self.recover(inner, error)
@@ -326,6 +332,11 @@ class Request:
         self.last_step = self.plan.end_step(len(sealed))
         self.memory.log.step(self.last_step)
         return output
+
+    def _skipped(self, what: str) -> StateError:
+        return StateError(
+            Reason.NOT_COMMITTED, what, "restore the model's layers and config.num_hidden_layers, then call again"
+        )
 
     def _abort(self) -> None:
         self._spans = None

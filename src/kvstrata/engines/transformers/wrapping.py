@@ -155,6 +155,13 @@ class Wrapping:
 
         @functools.wraps(function)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model is memory.model and not self._stock and _early_exit(model, args, kwargs):
+                # Refused here: an error within its drafts would leave the model with fewer layers.
+                raise UnsupportedError(
+                    Reason.OPERATION_UNSUPPORTED,
+                    "assistant_early_exit lets the first layers of this model draft with a cache of their own",
+                    "pass assistant_model or prompt_lookup_num_tokens, or make the call inside `with memory.stock():`",
+                )
             try:
                 return function(model, *args, **kwargs)
             finally:
@@ -175,6 +182,11 @@ class Wrapping:
             return function(model, *args, **kwargs)
 
         return criteria
+
+
+def _early_exit(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    settings = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+    return kwargs.get("assistant_early_exit", getattr(settings, "assistant_early_exit", None)) is not None
 
 
 class _Listening(StoppingCriteriaList):
