@@ -70,6 +70,10 @@ class DemoJob:
         """A file in the work directory."""
         return Path(self.work) / name
 
+    def logits(self, stage: str) -> Path:
+        """The stage's logits, float32 [new_tokens, vocabulary]."""
+        return self.file(f"{stage}.logits")
+
     def result(self, stage: str) -> dict[str, Any]:
         """What an earlier stage reported."""
         found: dict[str, Any] = json.loads(self.file(f"{stage}.json").read_text(encoding="utf-8"))

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvstrata.contract.receipts import RestoreReceipt, SaveReceipt
@@ -21,11 +20,12 @@ from kvstrata.engines.transformers.precision import choose_dtype
 from kvstrata.engines.transformers.stock import stock_cache, stock_forward
 from kvstrata.errors import BudgetError, ConfigurationError, Reason
 from kvstrata.lab.demo_job import CHUNKINGS, DemoJob, Reporter
+from kvstrata.lab.demo_logits import LogitsFile, logprob_difference
 from kvstrata.lab.machine import describe_machine
 from kvstrata.lab.process_memory import peak_resident_bytes, release_free_memory, reset_peak, resident_bytes
 from kvstrata.lab.prose import reading_task
 
-__all__ = ["StepClock", "answer", "grown_bytes", "logprob_difference", "prepare", "read_cold", "restore", "warm_model"]
+__all__ = ["StepClock", "answer", "grown_bytes", "prepare", "read_cold", "restore", "warm_model"]
 
 _WARM_ROWS = 512
 
@@ -131,12 +131,11 @@ def read_cold(job: DemoJob, report: Reporter) -> dict[str, Any]:
 
         memory.prefill(prompt, request, progress=reading)
         clock = StepClock(report, job.new_tokens, trace)
-        tokens, logits = answer(loaded.model, prompt, clock, job, request.generate_kwargs())
+        tokens = answer(loaded.model, prompt, clock, job, "cold", request.generate_kwargs())
         report("saving", 0, 0)
         saved = memory.save(job.session, request)
         trace("saved")
         grown, ledger, layout = grown_bytes(before), memory.ledger(), memory.layout
-        np.save(job.file("cold.npy"), logits)
         return {
             "tokens": tokens,
             "answer": _text(loaded, tokens),
@@ -166,7 +165,7 @@ def restore(stage: str, job: DemoJob, report: Reporter) -> dict[str, Any]:
         start = time.perf_counter()
         request, receipt = memory.restore(job.session, prompt, sequence=sequence)
         clock = StepClock(report, job.new_tokens)
-        tokens, logits = answer(loaded.model, prompt, clock, job, request.generate_kwargs())
+        tokens = answer(loaded.model, prompt, clock, job, stage, request.generate_kwargs())
         report("saving", 0, 0)
         saved = memory.save(job.session, request)
         grown, ledger = grown_bytes(before), memory.ledger()
@@ -175,7 +174,7 @@ def restore(stage: str, job: DemoJob, report: Reporter) -> dict[str, Any]:
             "first_token_s": clock.times[0] - start,
             "decode_ms_per_token": clock.ms_per_token,
             "rss_growth_bytes": grown,
-            "max_logprob_difference": logprob_difference(logits, np.load(job.file("cold.npy"))),
+            "max_logprob_difference": logprob_difference(job.logits(stage), job.logits("cold"), job.new_tokens),
             "restore": _plain(receipt),
             "save": _plain(saved),
             "ledger": ledger.to_json(),
@@ -206,26 +205,20 @@ def grown_bytes(before: int | None) -> int | None:
 
 
 def answer(
-    model: Any, prompt: list[int], clock: StepClock, job: DemoJob, kwargs: dict[str, Any]
-) -> tuple[list[int], npt.NDArray[np.float32]]:
-    """Greedy tokens and their logits, float32 [tokens, vocabulary]."""
+    model: Any, prompt: list[int], clock: StepClock, job: DemoJob, stage: str, kwargs: dict[str, Any]
+) -> list[int]:
+    """Greedy tokens; their logits go to the stage's file."""
     out = model.generate(
         torch.tensor([prompt]),
         **kwargs,
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=job.new_tokens,
         do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
+        logits_processor=[LogitsFile(job.logits(stage))],
         streamer=clock,
     )
-    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float().numpy()
-
-
-def logprob_difference(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> float:
-    """Largest absolute difference of log-probabilities; both [tokens, vocabulary]."""
-    a, b = (torch.log_softmax(torch.from_numpy(logits).double(), dim=-1) for logits in (first, second))
-    return float((a - b).abs().max())
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from kvstrata.engines.transformers.stock import (
     stock_prefill,
 )
 from kvstrata.lab.demo_job import DemoJob, Reporter
-from kvstrata.lab.demo_layered import StepClock, answer, grown_bytes, logprob_difference, warm_model
+from kvstrata.lab.demo_layered import StepClock, answer, grown_bytes, warm_model
+from kvstrata.lab.demo_logits import logprob_difference
 from kvstrata.lab.process_memory import release_free_memory, reset_peak, resident_bytes
 
 __all__ = ["read_stock", "time_decoding"]
@@ -45,7 +46,7 @@ def read_stock(job: DemoJob, report: Reporter) -> dict[str, Any]:
         start = time.perf_counter()
         stock_prefill(loaded.model, prompt, cache, chunk, lambda done, total: report("reading", done, total))
         clock = StepClock(report, job.new_tokens)
-        tokens, logits = answer(loaded.model, prompt, clock, job, {"past_key_values": cache, "use_cache": True})
+        tokens = answer(loaded.model, prompt, clock, job, "stock", {"past_key_values": cache, "use_cache": True})
         return {
             "tokens": tokens,
             "attention": chosen,
@@ -53,7 +54,7 @@ def read_stock(job: DemoJob, report: Reporter) -> dict[str, Any]:
             "first_token_s": clock.times[0] - start,
             "decode_ms_per_token": clock.ms_per_token,
             "rss_growth_bytes": grown_bytes(before),
-            "max_logprob_difference": logprob_difference(logits, np.load(job.file("cold.npy"))),
+            "max_logprob_difference": logprob_difference(job.logits("stock"), job.logits("cold"), job.new_tokens),
         }
 
 
