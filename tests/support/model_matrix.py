@@ -155,19 +155,19 @@ def batch_turns(case: Case) -> None:
     with case.attach() as memory:
         request = memory.request()
         assert generate(model, before, request.generate_kwargs(), 6).sequences[:, width:].tolist() == made.tolist()
-        ours = run(model, batch, request.generate_kwargs(), 10, start=request.width)
+        ours = run(model, batch, request.generate_kwargs(), 14, start=request.width)
         assert [row.token_ids for row in request.rows] == _fed(ours)
     if case.has_windows:
         # Transformers' windows count padding between turns as tokens: there each sequence alone tells what is right.
-        stocks = [run(model, padded([ids]), stock_cache(model), 10) for ids in ours.prompts]
+        stocks = [run(model, padded([ids]), stock_cache(model), 14) for ids in ours.prompts]
         assert ours.made == [stock.made[0] for stock in stocks]
         for row, (ids, stock) in enumerate(zip(_fed(ours), stocks, strict=True)):
             found = ours.logits(row)
-            comparison.add(ids, found, stock.logits(0)[-len(found) :])
+            comparison.add(ids, found, stock.logits(0)[-len(found) :], stock.steps)
     else:
         cache = stock_cache(model)
         generate(model, before, cache, 6)
-        comparison.add_runs(ours, run(model, batch, cache, 10, start=width + 5))
+        comparison.add_runs(ours, run(model, batch, cache, 14, start=width + 5))
     comparison.require_as_good()
 
 
@@ -325,7 +325,7 @@ def _decided(name: str, prompts: Callable[[int], list[list[int]]], new: int) -> 
 
 def _compared(case: Case, expected: Run, **options: Any) -> int:
     """Logits, ids and committed rows of a run through a memory; returns the bytes that came from files."""
-    comparison, new = Comparison(case.name), len(expected.output.logits)
+    comparison, new = Comparison(case.name), expected.steps
     with case.attach(**options) as memory:
         ours = run(case.model, padded(expected.prompts), memory.generate_kwargs(), new)
         assert [row.token_ids for row in memory.latest.rows] == _fed(ours)

@@ -14,8 +14,8 @@ from kvstrata.errors import BudgetError
 
 BEAMS: dict[str, Any] = {"num_beams": 3, "early_stopping": True, "num_return_sequences": 2}
 PROMPTS = [tokens(61, seed=2), tokens(140, seed=3)]
-NEW = 2 * CHUNK + 10
-"""More than two chunks: rows of beams pass chunk boundaries."""
+NEW = CHUNK
+"""Rows of beams pass a chunk boundary."""
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

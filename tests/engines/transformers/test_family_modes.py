@@ -10,12 +10,14 @@ from model_matrix import MODES, Case
 from tiny_models import FAMILY_NAMES
 
 VARIANTS = ("mistral-full", "qwen2-sliding", "gpt_neox-serial")
-"""Second settings of a family: by default their logits alone are compared."""
+"""Second settings of a family, which run by default in the modes below."""
+
+TELLING = ("eviction", "save and restore", "padded batch")
 
 
 def cells() -> list[Any]:
     return [
-        pytest.param(name, mode, marks=[pytest.mark.slow] if name in VARIANTS and MODES[mode].group == "ids" else [])
+        pytest.param(name, mode, marks=[pytest.mark.slow] if name in VARIANTS and mode not in TELLING else [])
         for name in FAMILY_NAMES
         for mode in MODES
     ]
