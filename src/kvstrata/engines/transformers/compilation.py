@@ -30,8 +30,8 @@ __all__ = ["Compilation", "CompilationState", "CompilationWarning", "StepCompile
 _OPTIONS: dict[str, Any] = {
     # One thread: no pool of workers outlives the block.
     "compile_threads": 1,
-    # What is fused is a few thousand elements a step: waiting for threads takes longer, by far on a busy machine. Matrix
-    # products are PyTorch's own and keep its threads.
+    # What is fused is a few thousand elements a step: waiting for threads takes longer, by far on a busy machine.
+    # Matrix products are PyTorch's own and keep its threads.
     "cpp.threads": 1,
     "freezing": False,
     # Attention runs on the host; a recorded graph would leave it out.
