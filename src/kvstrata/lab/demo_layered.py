@@ -126,6 +126,8 @@ def read_cold(job: DemoJob, report: Reporter) -> dict[str, Any]:
         start = time.perf_counter()
 
         def reading(done: int, total: int) -> None:
+            # What the C library keeps of a slice's activations is no part of the history.
+            release_free_memory()
             trace("reading")
             report("reading", done, total)
 
