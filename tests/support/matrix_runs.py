@@ -16,6 +16,9 @@ from transformers import DynamicCache
 TOLERANCE = 1.5
 """Largest ratio of our error against fp64 to that of the stock cache."""
 
+CLOSE = 1e-4
+"""Largest difference of a logit, where rows of two runs stand beside each other."""
+
 MANY_ROWS = 40
 """Rows over which errors are compared at least."""
 
@@ -118,6 +121,13 @@ def run(model: Any, batch: tuple[torch.Tensor, torch.Tensor], cache: dict[str, A
     output = generate(model, batch, cache, new)
     prompts = [row[shown.bool()].tolist() for row, shown in zip(*batch, strict=True)]
     return Run(prompts, first, mask, output)
+
+
+def require_same(ours: Any, stock: Any) -> None:
+    """Two outputs of `generate` have the same ids; the logits behind them, which say more about rows, are close."""
+    assert ours.sequences.tolist() == stock.sequences.tolist()
+    for mine, theirs in zip(ours.logits, stock.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=CLOSE, rtol=0)
 
 
 @functools.cache

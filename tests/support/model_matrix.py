@@ -11,7 +11,20 @@ from typing import Any
 
 import torch
 from engine_cases import CHUNK, attach, budget_of, least_budget, require_within_budget
-from matrix_runs import Comparison, Run, assistant_of, generate, model_of, padded, run, stock_cache, tokens
+from matrix_runs import (
+    CLOSE,
+    GREEDY,
+    Comparison,
+    Run,
+    assistant_of,
+    generate,
+    model_of,
+    padded,
+    require_same,
+    run,
+    stock_cache,
+    tokens,
+)
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -27,6 +40,7 @@ LONG = 330
 MARGIN = 1e-4
 """Least difference between the two best logits of a step that decides for a token."""
 
+BEAMS: dict[str, Any] = {"num_beams": 3, "early_stopping": True, "num_return_sequences": 2, "output_scores": True}
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 
 
@@ -186,13 +200,13 @@ def several_samples(case: Case) -> None:
 @mode("beams", "ids")
 def beams(case: Case) -> None:
     """Beam search over one prompt."""
-    _same_ids(case, [tokens(130)], 8, num_beams=3, early_stopping=True, num_return_sequences=2)
+    _same_ids(case, [tokens(130)], 8, **BEAMS)
 
 
 @mode("beams of a padded batch", "ids")
 def beams_of_a_batch(case: Case) -> None:
     """Beam search over two uneven prompts."""
-    _same_ids(case, _uneven()[:2], 6, num_beams=3, early_stopping=True, num_return_sequences=2)
+    _same_ids(case, _uneven()[:2], 6, **BEAMS)
 
 
 @mode("prompt look-up", "ids")
@@ -211,18 +225,16 @@ def assisted(case: Case) -> None:
 def turns(case: Case) -> None:
     """Three turns on one cache."""
     history, cache = tokens(90), stock_cache(case.model)
-    expected = []
+    prompts, expected = [], []
     for turn in range(3):
-        expected.append(generate(case.model, padded([history]), cache, 5).sequences[0].tolist())
-        history = expected[-1] + tokens(67, seed=turn + 10)
-    history = tokens(90)
+        prompts.append(history)
+        expected.append(generate(case.model, padded([history]), cache, 5))
+        history = expected[-1].sequences[0].tolist() + tokens(67, seed=turn + 10)
     with case.attach() as memory:
         request = memory.request()
-        for turn in range(3):
-            ours = generate(case.model, padded([history]), request.generate_kwargs(), 5).sequences[0].tolist()
-            assert ours == expected[turn]
-            assert request.token_ids == ours[:-1]
-            history = ours + tokens(67, seed=turn + 10)
+        for prompt, stock in zip(prompts, expected, strict=True):
+            require_same(generate(case.model, padded([prompt]), request.generate_kwargs(), 5), stock)
+            assert request.token_ids == stock.sequences[0, :-1].tolist()
 
 
 class _Collected(BaseStreamer):
@@ -249,10 +261,11 @@ class _At(StoppingCriteria):
 def streamer(case: Case) -> None:
     """Tokens come one by one."""
     collected = _Collected()
-    expected = generate(case.model, padded([tokens(70)]), stock_cache(case.model), 8).sequences[0].tolist()
+    expected = generate(case.model, padded([tokens(70)]), stock_cache(case.model), 8)
     with case.attach() as memory:
-        generate(case.model, padded([tokens(70)]), memory.generate_kwargs(), 8, streamer=collected)
-    assert collected.tokens == expected
+        ours = generate(case.model, padded([tokens(70)]), memory.generate_kwargs(), 8, streamer=collected)
+    require_same(ours, expected)
+    assert collected.tokens == expected.sequences[0].tolist()
     assert collected.ended
 
 
@@ -266,14 +279,13 @@ def criteria(case: Case) -> None:
 def embeddings(case: Case) -> None:
     """Embeddings instead of ids: served, but rows without ids have no name to be stored under."""
     embeds = case.model.get_input_embeddings()(torch.tensor([tokens(140)])).detach()
-    expected = generate(case.model, padded([tokens(140)]), stock_cache(case.model), 10).sequences[0, 140:].tolist()
+    given: dict[str, Any] = {"inputs_embeds": embeds, "max_new_tokens": 10, **GREEDY}
+    expected = case.model.generate(**given, **stock_cache(case.model))
     with case.attach() as memory:
-        ours = case.model.generate(
-            inputs_embeds=embeds, **memory.generate_kwargs(), max_new_tokens=10, do_sample=False, pad_token_id=0
-        )
+        ours = case.model.generate(**given, **memory.generate_kwargs())
         assert memory.latest.frontier == 149
         assert len(memory.directory) == 0
-    assert ours[0].tolist() == expected
+    require_same(ours, expected)
 
 
 @mode("rows that end early", "ids")
@@ -282,11 +294,14 @@ def early_end(case: Case) -> None:
     free, prompts = _stock_batch(case.name).made, _stock_batch(case.name).prompts
     token = ending_token(free)
     lengths = [row.index(token) if token in row else 13 for row in free]
-    expected = generate(case.model, padded(prompts), stock_cache(case.model), 14, eos_token_id=token).sequences
+    expected = generate(case.model, padded(prompts), stock_cache(case.model), 14, eos_token_id=token)
     with case.attach() as memory:
-        ours = generate(case.model, padded(prompts), memory.generate_kwargs(), 14, eos_token_id=token).sequences
+        ours = generate(case.model, padded(prompts), memory.generate_kwargs(), 14, eos_token_id=token)
         found = [row.token_ids for row in memory.latest.rows]
-    assert ours.tolist() == expected.tolist()
+    assert ours.sequences.tolist() == expected.sequences.tolist()
+    for row, length in enumerate(lengths):
+        for mine, theirs in list(zip(ours.logits, expected.logits, strict=True))[: length + 1]:
+            torch.testing.assert_close(mine[row], theirs[row], atol=CLOSE, rtol=0)
     assert len(set(lengths)) > 1
     assert found == [[*ids, *row[:length]] for ids, row, length in zip(prompts, free, lengths, strict=True)]
 
@@ -364,7 +379,8 @@ def _same_ids(case: Case, prompts: list[list[int]], new: int, seed: int | None =
         if seed is not None:
             torch.manual_seed(seed)
         ours = generate(case.model, inputs, memory.generate_kwargs(), new, **options)
-    assert ours.sequences.tolist() == expected.sequences.tolist()
+    require_same(ours, expected)
     scores = getattr(expected, "sequences_scores", None)
+    assert (scores is not None) is ("num_beams" in options)
     if scores is not None:
-        torch.testing.assert_close(ours.sequences_scores, scores, atol=1e-4, rtol=0)
+        torch.testing.assert_close(ours.sequences_scores, scores, atol=CLOSE, rtol=0)

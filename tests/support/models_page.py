@@ -77,8 +77,8 @@ def _matrix(cells: Mapping[tuple[str, str], str]) -> Iterator[str]:
     yield "layers. Each cell is one test in `tests/engines/transformers/test_family_modes.py`."
     yield ""
     for group, title in (
-        ("logits", "Logits against a float64 run: error at most 1.5 times the stock cache's, over all rows together."),
-        ("ids", "Generated ids equal to those of the stock cache."),
+        ("logits", "Logits against a float64 run: error at most 1.5 times that of the stock cache."),
+        ("ids", "Generated ids equal to those of the stock cache, logits within 1e-4 of its logits."),
     ):
         yield title
         yield ""
