@@ -16,7 +16,8 @@ from tiny_models import FAMILY_NAMES, WINDOW
 
 from kvstrata.engines.transformers.compilation import CompilationState
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(1200)]
+"""A compiler on a busy machine takes minutes for one model."""
 
 NEW = CHUNK + 6
 """Steps that pass the end of a chunk, and of a sliding window."""
