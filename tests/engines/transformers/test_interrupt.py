@@ -75,6 +75,15 @@ def test_ctrl_c_inside_a_step(tiny_llama: Callable[..., Any], tmp_path: Path, la
     require_sound(tmp_path / "store")
 
 
+def _main_thread_waits() -> bool:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return {"before_layer", "finish", "wait"} <= names
+
+
 class _InterruptingReads(OsFiles):
     """One read of a segment sends Ctrl-C to the main thread, which waits for it."""
 
@@ -83,6 +92,8 @@ class _InterruptingReads(OsFiles):
     def preadv(self, fd: int, buffers: Any, offset: int, /) -> int:
         if self.armed and threading.current_thread() is not threading.main_thread():
             self.armed = False
+            while not _main_thread_waits():
+                time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             time.sleep(0.1)
         return os.preadv(fd, buffers, offset)
@@ -206,6 +217,7 @@ try:
             if request.frontier % 16 == 0:
                 memory.save("talk")
             if request.frontier > {length} + 400:
+                request.close()
                 request = memory.restore("before")[0]
 except KeyboardInterrupt:
     print("interrupted", flush=True)
