@@ -162,6 +162,11 @@ class LayerAhead:
         self._staged.clear()
         self.dirty = True
 
+    @property
+    def batches(self) -> list[Batch]:
+        """Reads under way that a step is to wait for."""
+        return list(self._staged.values())
+
     def yield_memory(self) -> None:
         """Give up every slot that another request may use: all segments with a valid file replica.
 

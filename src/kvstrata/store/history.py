@@ -164,6 +164,12 @@ class History:
         other.frontier = self.frontier
         return other
 
+    @property
+    def grants(self) -> list[Grant]:
+        """Slots of the open tail, those that are still to be given back included."""
+        tails = [*self.tail, *(item for item in self._gone if isinstance(item, TailChunk))]
+        return [grant for chunk in tails for grant in chunk.grants]
+
     def close(self) -> None:
         """Give up all rows. Sealed chunks that others use stay."""
         self.settle()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -93,15 +93,31 @@ class Batch:
     A reader that is late keeps its slots until it has acknowledged, however long that takes; nobody else gets them.
     """
 
-    def __init__(
-        self, directory: Directory, items: Sequence[Promotion], parts: list[Future[_PartResult]], timeout_s: float
-    ) -> None:
+    def __init__(self, directory: Directory, items: Sequence[Promotion], parts: int, timeout_s: float) -> None:
         self._directory = directory
         self.items = items
-        self._parts = parts
+        self._parts = [Future[_PartResult]() for _ in range(parts)]
         self._timeout_s = timeout_s
         self._settled = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    @property
+    def settled(self) -> bool:
+        """Whether its slots are published or given back, so that no reader writes to them any more."""
+        return self._settled
+
+    def perform(self, part: int, read: Callable[[Sequence[Promotion]], _PartResult]) -> None:
+        """Run by a reader: read one part, unless the batch has been abandoned before."""
+        future = self._parts[part]
+        with self._lock:
+            if future.cancelled():
+                return
+            future.set_running_or_notify_cancel()
+        share = -(-len(self.items) // len(self._parts))
+        try:
+            future.set_result(read(self.items[part * share : (part + 1) * share]))
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the part is to see it
+            future.set_exception(error)
 
     def finish(self) -> tuple[int, float]:
         """Wait, publish every segment, return (bytes read, seconds of service summed over readers). Blocks.
@@ -134,6 +150,11 @@ class Batch:
         """
         if self._settled:
             return
+        with self._lock:
+            for part in self._parts:
+                if not part.done() and part.cancel():
+                    # `wait` takes it for done only now; a reader that comes to it later leaves it alone.
+                    part.set_running_or_notify_cancel()
         if wait(self._parts, self._timeout_s).not_done:
             self._leave_behind()
         else:
@@ -177,6 +198,7 @@ class Promoter:
         self.files = OpenChunks(tier)
         self.readers = readers
         self._clock = clock
+        self._batches: list[Batch] = []
         self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvstrata-read")
 
     def reserve(self, segments: Sequence[tuple[ChunkRecord, int]]) -> list[Promotion] | None:
@@ -196,10 +218,22 @@ class Promoter:
     def start(self, promotions: Sequence[Promotion]) -> Batch:
         """Begin reading into the reserved slots. Does not block."""
         share = max(1, -(-len(promotions) // self.readers))
-        parts = [promotions[i : i + share] for i in range(0, len(promotions), share)]
-        return Batch(
-            self.directory, promotions, [self._pool.submit(self._read, part) for part in parts], self._timeout_s
-        )
+        batch = Batch(self.directory, promotions, -(-len(promotions) // share), self._timeout_s)
+        # Known before a reader begins: whatever interrupts this call, its slots are not taken for forgotten ones.
+        self._batches = [*(each for each in self._batches if not each.settled), batch]
+        for part in range(-(-len(promotions) // share)):
+            self._pool.submit(batch.perform, part, self._read)
+        return batch
+
+    def reclaim(self, wanted: Collection[Batch]) -> set[Grant]:
+        """Abandon batches that nobody waits for, and return the grants into which readers may still write.
+
+        wanted: batches that somebody will finish or abandon. Blocks for reads under way, but not past the deadline.
+        """
+        for batch in self._batches:
+            if batch not in wanted:
+                batch.abandon()
+        return {item.grant for batch in self._batches if not batch.settled for item in batch.items}
 
     def close(self) -> None:
         """Wait for reads under way, end the threads, close the files."""

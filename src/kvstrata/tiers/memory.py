@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -164,6 +164,30 @@ class MemoryArena:
                 self._move(slot, SlotState.RETIRED)
             else:
                 self._free_slot(slot)
+
+    def reclaim(self, known: Collection[Grant]) -> int:
+        """Free every slot that no grant in `known` stands for and nobody holds; returns how many.
+
+        For after an interruption, which may come between the taking of a slot and the noting of it. `known` must name
+        every grant that anybody still uses.
+        """
+        with self._lock:
+            free, found = set(self._free), 0
+            for slot, state in enumerate(self._states):
+                if state is SlotState.FREE and slot not in free:
+                    self._owners[slot] = None
+                    self._advance(slot)
+                    self._free.append(slot)
+                elif (
+                    state in (SlotState.RESERVED, SlotState.PUBLISHED)
+                    and not self._holders[slot]
+                    and Grant(slot, self._generation[slot]) not in known
+                ):
+                    self._free_slot(slot)
+                else:
+                    continue
+                found += 1
+            return found
 
     def state(self, slot: int) -> SlotState:
         """Where the slot is in its life."""

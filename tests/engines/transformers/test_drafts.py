@@ -72,6 +72,20 @@ def test_drafts_on_top_of_a_history(tmp_path: Path, family: str, kind: str) -> N
         assert restored.token_ids == after[:-1]
 
 
+def test_padding_counts_for_no_draft(tmp_path: Path) -> None:
+    """Of 130 rows behind ten columns of padding the last five are drafts; the chunk they reach into is open."""
+    model, ids = model_of("llama"), torch.tensor([[0] * 10 + (PROMPT * 2)[:130]])
+    mask = (torch.arange(140) >= 10).long()[None]
+    with attach(model, tmp_path / "store") as memory:
+        request = memory.request()
+        request.cache.activate_past_recording()
+        model(ids, attention_mask=mask, past_key_values=request.cache, logits_to_keep=6)
+        assert (request.frontier, request.history.committed, request.history.sealed) == (130, 125, CHUNK)
+        request.cache.crop(-5)
+        assert request.token_ids == (PROMPT * 2)[:125]
+        assert memory.save("talk").frontier == 125
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:40], [*PROMPT[:60], 7, *PROMPT[61:], 9]])
 def test_drafts_on_top_of_another_history_are_refused(tmp_path: Path, prompt: list[int]) -> None:
     """Rows that cover the whole prompt, more than it, or other tokens."""

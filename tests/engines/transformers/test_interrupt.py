@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -115,6 +117,68 @@ def test_ctrl_c_while_waiting_for_a_read(tiny_llama: Callable[..., Any], tmp_pat
                 generate(model, ids, NEW, request.generate_kwargs())
             assert request.frontier == LENGTH - 1
         ours = generate(model, ids, NEW, request.generate_kwargs())
+    assert torch.equal(logits(ours), logits(expected))
+
+
+_INTERRUPTED = ("promotion.py", "layer_ahead.py", "tables.py", "tiers/memory.py", "history.py", "directory.py")
+
+
+def _interrupted(call: Callable[[], object], line: int) -> bool:
+    """Run `call` with a KeyboardInterrupt before its `line`th line in the files that move segments; whether it came."""
+    passed = 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal passed
+        if not frame.f_code.co_filename.endswith(_INTERRUPTED):
+            return None
+        # Python serves no signal between the end of a `with` body and the release of its lock, but traces a line there.
+        lock = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        if event == "line" and not lock:
+            passed += 1
+            if passed == line:
+                raise KeyboardInterrupt
+        return interrupt
+
+    sys.settrace(interrupt)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def _accounted_slots(memory: Memory) -> int:
+    """Slots that a chunk or an open tail stands for."""
+    tails = sum(len(row.history.tail) * LAYERS for request in memory._requests for row in request.rows)
+    return tails + sum(record.resident for record in memory.directory)
+
+
+@pytest.mark.parametrize("first", range(8))
+def test_ctrl_c_before_any_line_that_moves_segments_loses_no_slot(
+    tiny_llama: Callable[..., Any], tmp_path: Path, first: int
+) -> None:
+    """Slots are taken, read into, noted and given up line by line; the interrupt comes between any two of them."""
+    model, ids = tiny_llama(layers=LAYERS), prompt(LENGTH)
+    budget = least_budget(model, LENGTH + NEW, tmp_path / "probe")
+    expected = expected_run(model, budget, tmp_path / "undisturbed")
+    with attach(model, tmp_path / "store", budget=budget) as memory:
+        memory.save("talk", memory.prefill(ids[0].tolist()))
+        memory.latest.close()
+        line, came = 1 + first, True
+        while came:
+            request, _ = memory.restore("talk", ids[0].tolist())
+            came = _interrupted(lambda: model(ids[:, -1:], past_key_values=request.cache), line)  # noqa: B023
+            request.plan.abort_step()
+            assert memory.arena.used_slots == _accounted_slots(memory), line
+            request.close()
+            assert memory.arena.used_slots == 0, line
+            line += 8 * 5
+        assert line > 400
+        request, _ = memory.restore("talk", ids[0].tolist())
+        ours = generate(model, ids, NEW, request.generate_kwargs())
+        assert memory.ledger().recomputes == ()
     assert torch.equal(logits(ours), logits(expected))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from kvstrata.engines.transformers.row import Row
 from kvstrata.errors import ConfigurationError, Reason, UnsupportedError
 
-__all__ = ["Columns", "OutputView", "Span", "skip_known", "take_source"]
+__all__ = ["Columns", "OutputView", "Span", "skip_known", "slices", "take_source"]
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Columns:
                 visible.append(sorted(set(range(count)) - set(hidden)))
             else:
                 visible.append(None)
-        for index, (row, seen) in enumerate(zip(rows, visible, strict=True)):
-            new = count if seen is None else len(seen)
+        columns = cls(source, rows, width, visible, padding)
+        for index, (row, new) in enumerate(zip(rows, columns.new_rows(), strict=True)):
             if not row.finished and row.frontier + new == 0:
                 raise ConfigurationError(
                     Reason.EMPTY_PROMPT, f"sequence {index} has no token", "leave it out, or give it one token at least"
@@ -117,7 +117,6 @@ class Columns:
                     f"{row.frontier + new} tokens are more than the model's context of {limit}",
                     "shorten the prompt, or use a model with a longer context",
                 )
-        columns = cls(source, rows, width, visible, padding)
         columns._check_positions(kwargs.pop("position_ids", None))
         if kwargs.get("output_attentions"):
             raise UnsupportedError(
@@ -133,6 +132,10 @@ class Columns:
     def count(self) -> int:
         """New columns."""
         return int(self.source.shape[1])
+
+    def new_rows(self) -> list[int]:
+        """How many of the new columns are rows, for each sequence."""
+        return [self.count if seen is None else len(seen) for seen in self.visible]
 
     def spans(self, first: int, stop: int) -> list[Span]:
         """What the step over the columns [first, stop) computes of each sequence, from its frontier on."""
@@ -227,6 +230,23 @@ def _positions(what: str) -> UnsupportedError:
         what,
         "leave position_ids out, or let the attention mask hide padding and what came after its end",
     )
+
+
+def slices(
+    size: int, start: int, rows: int, *, last_alone: bool = False, whole: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Bounds of the forward steps for `rows` rows from `start`: cut at multiples of `size`."""
+    stop = start + rows
+    if whole:
+        yield start, stop
+        return
+    end = stop - 1 if last_alone and rows > 1 else stop
+    while start < end:
+        following = min(end, (start // size + 1) * size)
+        yield start, following
+        start = following
+    if end < stop:
+        yield end, stop
 
 
 @dataclass(frozen=True)

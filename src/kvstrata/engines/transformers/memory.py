@@ -15,6 +15,7 @@ from kvstrata.contract.states import FileReplicaState
 from kvstrata.engines.transformers.attention import PagedAttention
 from kvstrata.engines.transformers.compilation import Compilation
 from kvstrata.engines.transformers.families import LayerRule
+from kvstrata.engines.transformers.inputs import slices
 from kvstrata.engines.transformers.request import Request
 from kvstrata.engines.transformers.row import Row
 from kvstrata.engines.transformers.wrapping import Wrapping
@@ -206,7 +207,7 @@ class Memory:
             )
         self.require_fits(len(ids))
         total = len(ids) - 1
-        for _, stop in self.slices(request.frontier, max(0, total - request.frontier)):
+        for _, stop in slices(self.prefill_chunk, request.frontier, max(0, total - request.frontier)):
             request.replay(inner, ids[request.frontier : stop])
             if progress is not None:
                 progress(stop, total)
@@ -274,22 +275,6 @@ class Memory:
         recomputes = (*self._recomputes, *open_recomputes)
         return self.log.ledger(histories, staged, totals, recomputes)
 
-    def slices(
-        self, start: int, rows: int, *, last_alone: bool = False, whole: bool = False
-    ) -> Iterator[tuple[int, int]]:
-        """Bounds of the forward steps for `rows` rows from `start`: cut at multiples of `prefill_chunk`."""
-        stop = start + rows
-        if whole:
-            yield start, stop
-            return
-        end = stop - 1 if last_alone and rows > 1 else stop
-        while start < end:
-            following = min(end, (start // self.prefill_chunk + 1) * self.prefill_chunk)
-            yield start, following
-            start = following
-        if end < stop:
-            yield end, stop
-
     @contextlib.contextmanager
     def stock(self) -> Iterator[None]:
         """Inside the block, calls may bring a cache of Transformers' own; outside it they are refused."""
@@ -311,6 +296,14 @@ class Memory:
             if not self.take_memory(request):
                 raise
             request.plan.begin_step(*rows)
+
+    def reclaim(self) -> None:
+        """After an interruption: take back slots that were reserved and never noted. Blocks for reads under way."""
+        wanted = [batch for request in self._requests for batch in request.plan.batches]
+        known = self._attached().reclaim(wanted)
+        known.update(grant for record in self.directory for grant in record.grants if grant is not None)
+        known.update(g for request in self._requests for row in request.rows for g in row.history.grants)
+        self.arena.reclaim(known)
 
     def publish(self, record: ChunkRecord) -> None:
         """Queue a sealed chunk for the file tier."""
@@ -355,6 +348,7 @@ class Memory:
         except BaseException:
             request.close()
             self._latest = latest
+            self.reclaim()
             raise
         return request, receipt
 

@@ -9,7 +9,7 @@ import torch
 
 from kvstrata.contract.receipts import Recompute, StepReceipt
 from kvstrata.engines.transformers.cache import RequestCache
-from kvstrata.engines.transformers.inputs import Columns, OutputView, Span, skip_known, take_source
+from kvstrata.engines.transformers.inputs import Columns, OutputView, Span, skip_known, slices, take_source
 from kvstrata.engines.transformers.row import Row
 from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
 from kvstrata.placement.layer_ahead import LayerAhead
@@ -42,7 +42,6 @@ class Request:
         self.last_step: StepReceipt | None = None
         self.closed = False
         self._spans: list[Span] | None = None
-        self._batch = 0
         self._drafts = False
         self._recoveries = 0
         self._layers_done = 0
@@ -102,14 +101,15 @@ class Request:
         columns = Columns.take(source, self.rows, kwargs, self.memory.max_positions)
         view = OutputView.take(kwargs, columns.count, self.memory.model.config)
         self.replay(inner, ())
-        for row in self.rows:
+        drafts = columns.count if view.kept is None else len(view.kept) - 1
+        for row, new in zip(self.rows, columns.new_rows(), strict=True):
             row.keep_drafts()
-            drafts = columns.count if view.kept is None else len(view.kept) - 1
             if self._drafts and drafts > 0:
-                row.draft(row.frontier + columns.count - drafts)
+                row.draft(row.frontier + max(0, new - drafts))
         name = "input_ids" if source.dim() == 2 else "inputs_embeds"
         outputs, bounds, width = [], [], columns.width
-        for begin, end in self.memory.slices(width, columns.count, last_alone=view.last_only, whole=view.whole):
+        size = self.memory.prefill_chunk
+        for begin, end in slices(size, width, columns.count, last_alone=view.last_only, whole=view.whole):
             first, stop = begin - width, end - width
             named = {name: source[:, first:stop]}
             spans = columns.spans(first, stop)
@@ -180,7 +180,7 @@ class Request:
             position = index * row.history.context.chunk_tokens
             tokens = row.history.token_ids[position:]
             # Noted before the rows are given up: whatever ends the recovery, the next step goes on with it.
-            row.owed = tokens + row.owed
+            row.owe(position, tokens + row.owed)
             row.history.rewind(position)
             self.recomputes.append(Recompute(position, len(tokens), error.reason, error.cause))
             self.memory.log.recomputed(len(tokens), max(0, row.restored_tokens - position))
@@ -201,7 +201,7 @@ class Request:
             return
         row = self.row
         start = row.history.frontier
-        for first, stop in self.memory.slices(start, len(tokens)):
+        for first, stop in slices(self.memory.prefill_chunk, start, len(tokens)):
             self._run_known(inner, row, list(tokens[first - start : stop - start]))
 
     def crop(self, width: int) -> None:
@@ -238,6 +238,7 @@ class Request:
             for row in chosen:
                 row.close()
             self.close()
+            self.memory.reclaim()
             raise
         self.rows = chosen
         self.plan.replace([row.history for row in chosen])
@@ -294,9 +295,8 @@ class Request:
         return other
 
     def _repay(self, inner: Forward, row: Row, count: int) -> None:
-        for first, stop in self.memory.slices(row.history.frontier, count):
+        for first, stop in slices(self.memory.prefill_chunk, row.history.frontier, count):
             self._run_known(inner, row, row.owed[: stop - first])
-            del row.owed[: stop - first]
 
     def _run_known(self, inner: Forward, row: Row, ids: list[int]) -> None:
         named = {"input_ids": torch.tensor([ids], device=self.memory.device)}
@@ -323,6 +323,7 @@ class Request:
                 continue
             except BaseException:
                 self._abort()
+                self.memory.reclaim()
                 raise
             break
         self._spans = None

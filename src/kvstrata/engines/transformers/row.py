@@ -10,20 +10,30 @@ __all__ = ["Row"]
 class Row:
     """A sequence, as the caller's tensors show it: every column is one of its rows, padding, or came after its end.
 
-    history: its rows. owed: ids of rows that belong to it and must be computed again before the next step. padding:
-    columns that the attention mask hid. beyond: columns that came after `generate` had finished the sequence. drafting:
-    rows from `history.hold` on are drafts, which the next call or a save keeps. restored_tokens: rows that came from a
-    session.
+    history: its rows. padding: columns that the attention mask hid. beyond: columns that came after `generate` had
+    finished the sequence. drafting: rows from `history.hold` on are drafts, which the next call or a save keeps.
+    restored_tokens: rows that came from a session.
     """
 
     def __init__(self, history: History) -> None:
         self.history = history
-        self.owed: list[int] = []
+        self._debt: tuple[int, list[int]] = (0, [])
         self.padding: list[int] = []
         self.beyond: list[int] = []
         self.finished = False
         self.drafting = False
         self.restored_tokens = 0
+
+    @property
+    def owed(self) -> list[int]:
+        """Ids of what is owed; nothing once the history has come so far."""
+        start, ids = self._debt
+        done = self.history.frontier - start
+        return ids[done:] if done >= 0 else []
+
+    def owe(self, start: int, ids: list[int]) -> None:
+        """The rows from `start` on are to be computed again, as soon as the history has been cut back to there."""
+        self._debt = start, ids
 
     @property
     def frontier(self) -> int:
@@ -56,16 +66,15 @@ class Row:
         """Take back all rows from `frontier` on. A sealed chunk that is cut is owed again as far as it stays."""
         computed = self.history.frontier
         if frontier >= computed:
-            del self.owed[frontier - computed :]
+            self.owe(computed, self.owed[: frontier - computed])
             return
-        self.owed.clear()
+        self.owe(computed, [])
         if frontier >= self.history.sealed:
             self.history.rewind(frontier)
             return
         boundary = frontier // self.history.context.chunk_tokens * self.history.context.chunk_tokens
-        kept = self.history.token_ids[boundary:frontier]
+        self.owe(boundary, self.history.token_ids[boundary:frontier])
         self.history.rewind(boundary)
-        self.owed = kept
 
     def keep_drafts(self) -> None:
         """What was a draft until now stays."""
@@ -88,11 +97,11 @@ class Row:
         if history is None:
             return None
         other = Row(history)
-        other.owed, other.padding, other.beyond = list(self.owed), list(self.padding), list(self.beyond)
+        other._debt, other.padding, other.beyond = self._debt, list(self.padding), list(self.beyond)
         other.finished, other.drafting, other.restored_tokens = self.finished, self.drafting, self.restored_tokens
         return other
 
     def close(self) -> None:
         """Give up all rows."""
-        self.owed.clear()
+        self.owe(0, [])
         self.history.close()
