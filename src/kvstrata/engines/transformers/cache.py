@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from transformers.cache_utils import Cache
 
+from kvstrata.engines.transformers.rowless_cache import RowlessCache
 from kvstrata.errors import ConfigurationError, Reason, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["RequestCache"]
 
 
-class RequestCache(Cache):
+class RequestCache(RowlessCache):
     """Passed to `generate` or to a forward call as `past_key_values`. Belongs to one request."""
 
     def __init__(self, request: Request, layers: int) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers)
         self.request = request
-        self._layers = layers
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -47,50 +46,18 @@ class RequestCache(Cache):
         """(length, offset) of the keys a step of `query_length` columns sees."""
         return self.request.width + query_length, 0
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: bounded by the budget, not by the object."""
-        return -1
-
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The first new column."""
         return self.request.width
-
-    def __len__(self) -> int:
-        return self._layers
 
     def __repr__(self) -> str:
         sizes = ", ".join(str(row.frontier) for row in self.request.rows)
         return f"RequestCache({sizes} tokens)"
 
     @property
-    def is_compileable(self) -> bool:
-        """False: `generate` must not wrap the step in a graph; `attach(..., compile=True)` does that."""
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        """True: nothing is allocated lazily."""
-        return True
-
-    @property
     def is_croppable(self) -> bool:
         """True."""
         return True
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """No layer forgets rows, not even one that attends to a window of them."""
-        return [False] * self._layers
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """No layer is a linear one."""
-        return [False] * self._layers
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """Every layer has rows."""
-        return [False] * self._layers
 
     @property
     def batch_size(self) -> int:
