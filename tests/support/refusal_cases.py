@@ -135,6 +135,9 @@ REFUSED_CALLS: dict[str, RefusedCall] = {
     "`assistant_early_exit=...`": _unsupported(
         "assistant_early_exit", lambda model, memory: _generate(model, memory, assistant_early_exit=1)
     ),
+    "`model.generate_batch(...)`": _unsupported(
+        "a paged cache of its own", lambda model, memory: model.generate_batch([_ids()[0].tolist()])
+    ),
     "`assistant_model=` the attached model itself": _unsupported(
         "brings a DynamicCache", lambda model, memory: _generate(model, memory, assistant_model=model)
     ),

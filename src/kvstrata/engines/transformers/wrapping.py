@@ -70,6 +70,8 @@ class Wrapping:
         self._implementation = self._model.config._attn_implementation
         # Bound methods, so that a deep copy of the model gets its own and not a way to this model.
         self._model.forward = types.MethodType(self._forward(), self._model)
+        if hasattr(self._model, "generate_batch"):
+            self._model.generate_batch = types.MethodType(self._generate_batch(), self._model)
         if hasattr(self._model, _CRITERIA):
             self._model.generate = types.MethodType(self._generate(), self._model)
             setattr(self._model, _CRITERIA, types.MethodType(self._stopping_criteria(), self._model))
@@ -78,7 +80,7 @@ class Wrapping:
         """Put everything back."""
         self.original = None
         del self._model.forward
-        for name in ("generate", _CRITERIA):
+        for name in ("generate", "generate_batch", _CRITERIA):
             vars(self._model).pop(name, None)
         attention.unregister(self._name)
         if self.compiler is not None:
@@ -170,6 +172,23 @@ class Wrapping:
                     memory.end_generation()
 
         return generate
+
+    def _generate_batch(self) -> Callable[..., Any]:
+        memory = self._memory
+        function = self._model.generate_batch.__func__
+
+        @functools.wraps(function)
+        def generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model is memory.model and not self._stock:
+                # Refused here: it would call the model in a thread of its own, where a refusal is a line in the log.
+                raise UnsupportedError(
+                    Reason.OPERATION_UNSUPPORTED,
+                    "generate_batch brings a paged cache of its own",
+                    "pass a padded batch to generate, or make the call inside `with memory.stock():`",
+                )
+            return function(model, *args, **kwargs)
+
+        return generate_batch
 
     def _stopping_criteria(self) -> Callable[..., Any]:
         memory = self._memory
