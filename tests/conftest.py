@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Shared machines stall: no test may fail by the clock. A failure prints the blob that repeats it.
 settings.register_profile("kvstrata", deadline=None, print_blob=True)
 settings.load_profile("kvstrata")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_arrives() -> Iterator[None]:
+    """A process that was started in the background is born with SIGINT ignored, and hands that on to its children."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)
