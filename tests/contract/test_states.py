@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
-from kvstrata.contract.states import FILE_REPLICA, SLOT, FileReplicaState, SlotState, TransitionTable
+from kvstrata.contract.states import (
+    DURABLE_CHUNK,
+    FILE_REPLICA,
+    LEASE,
+    RESIDENCY,
+    SLOT,
+    SNAPSHOT,
+    TRANSFER,
+    WAITER,
+    DurableChunkState,
+    FileReplicaState,
+    LeaseState,
+    ResidencyState,
+    SlotState,
+    SnapshotState,
+    TransferState,
+    TransitionTable,
+    WaiterState,
+)
 from kvstrata.errors import Reason, StateError
 
 LEGAL_SLOT = {
@@ -28,11 +46,61 @@ LEGAL_FILE = {
     ("revoked", "writing"),
     ("revoked", "published"),
 }
+LEGAL_RESIDENCY = {
+    ("device_visible", "demote_reserved"),
+    ("demote_reserved", "copy_out"),
+    ("demote_reserved", "device_visible"),
+    ("copy_out", "lower_valid"),
+    ("copy_out", "device_visible"),
+    ("lower_valid", "device_released"),
+    ("lower_valid", "device_visible"),
+    ("device_released", "promote_reserved"),
+    ("promote_reserved", "copy_in"),
+    ("promote_reserved", "device_released"),
+    ("copy_in", "device_staged"),
+    ("copy_in", "device_released"),
+    ("device_staged", "device_visible"),
+    ("device_staged", "device_released"),
+}
+_TRANSFER_ORDER = ["queued", "reserved", "copying", "copied", "validated", "published", "released"]
+LEGAL_TRANSFER = {
+    *pairwise(_TRANSFER_ORDER),
+    *((state, dead) for state in _TRANSFER_ORDER[:5] for dead in ("cancelled", "failed")),
+    ("cancelled", "released"),
+    ("failed", "released"),
+}
+LEGAL_WAITER = {("waiting", end) for end in ("ready", "cancelled", "failed", "late")}
+LEGAL_LEASE = {("granted", "acknowledged"), ("granted", "revoked"), ("revoked", "acknowledged")}
+LEGAL_SNAPSHOT = {
+    ("reserved", "written"),
+    ("written", "validated"),
+    ("validated", "published"),
+    ("published", "retired"),
+    ("retired", "reclaimed"),
+    ("reserved", "reclaimed"),
+    ("written", "reclaimed"),
+    ("validated", "reclaimed"),
+}
+LEGAL_DURABLE = {
+    ("reserved", "published"),
+    ("reserved", "gone"),
+    ("published", "deleting"),
+    ("deleting", "gone"),
+    ("gone", "reserved"),
+}
+MACHINES = [
+    (SLOT, SlotState, LEGAL_SLOT),
+    (FILE_REPLICA, FileReplicaState, LEGAL_FILE),
+    (RESIDENCY, ResidencyState, LEGAL_RESIDENCY),
+    (TRANSFER, TransferState, LEGAL_TRANSFER),
+    (WAITER, WaiterState, LEGAL_WAITER),
+    (LEASE, LeaseState, LEGAL_LEASE),
+    (SNAPSHOT, SnapshotState, LEGAL_SNAPSHOT),
+    (DURABLE_CHUNK, DurableChunkState, LEGAL_DURABLE),
+]
 
 
-@pytest.mark.parametrize(
-    ("table", "states", "legal"), [(SLOT, SlotState, LEGAL_SLOT), (FILE_REPLICA, FileReplicaState, LEGAL_FILE)]
-)
+@pytest.mark.parametrize(("table", "states", "legal"), MACHINES, ids=lambda item: getattr(item, "name", None))
 def test_exactly_these_transitions(table: TransitionTable, states: type, legal: set[tuple[str, str]]) -> None:
     for current, following in product(states, states):
         if (current.value, following.value) in legal:

@@ -9,7 +9,25 @@ from typing import Generic, TypeVar
 
 from kvstrata.errors import Reason, StateError
 
-__all__ = ["FILE_REPLICA", "SLOT", "FileReplicaState", "SlotState", "TransitionTable"]
+__all__ = [
+    "DURABLE_CHUNK",
+    "FILE_REPLICA",
+    "LEASE",
+    "RESIDENCY",
+    "SLOT",
+    "SNAPSHOT",
+    "TRANSFER",
+    "WAITER",
+    "DurableChunkState",
+    "FileReplicaState",
+    "LeaseState",
+    "ResidencyState",
+    "SlotState",
+    "SnapshotState",
+    "TransferState",
+    "TransitionTable",
+    "WaiterState",
+]
 
 
 State = TypeVar("State", bound=StrEnum)
@@ -35,6 +53,75 @@ class FileReplicaState(StrEnum):
     PUBLISHED = "published"
     FAILED = "failed"
     REVOKED = "revoked"
+
+
+class ResidencyState(StrEnum):
+    """Where one segment is between fast memory and the tier below, and which transaction moves it."""
+
+    __hash__ = str.__hash__
+
+    DEVICE_VISIBLE = "device_visible"
+    DEMOTE_RESERVED = "demote_reserved"
+    COPY_OUT = "copy_out"
+    LOWER_VALID = "lower_valid"
+    DEVICE_RELEASED = "device_released"
+    PROMOTE_RESERVED = "promote_reserved"
+    COPY_IN = "copy_in"
+    DEVICE_STAGED = "device_staged"
+
+
+class TransferState(StrEnum):
+    """Life of one transfer: reserve, copy, validate, publish, release."""
+
+    __hash__ = str.__hash__
+
+    QUEUED = "queued"
+    RESERVED = "reserved"
+    COPYING = "copying"
+    COPIED = "copied"
+    VALIDATED = "validated"
+    PUBLISHED = "published"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    RELEASED = "released"
+
+
+class WaiterState(StrEnum):
+    """What became of one request's interest in a transfer that others may share."""
+
+    WAITING = "waiting"
+    READY = "ready"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    LATE = "late"
+
+
+class LeaseState(StrEnum):
+    """Life of a bounded right to read."""
+
+    GRANTED = "granted"
+    REVOKED = "revoked"
+    ACKNOWLEDGED = "acknowledged"
+
+
+class SnapshotState(StrEnum):
+    """Life of one generation of a proxy or an index."""
+
+    RESERVED = "reserved"
+    WRITTEN = "written"
+    VALIDATED = "validated"
+    PUBLISHED = "published"
+    RETIRED = "retired"
+    RECLAIMED = "reclaimed"
+
+
+class DurableChunkState(StrEnum):
+    """Life of a chunk's row in the directory of a durable tier."""
+
+    RESERVED = "reserved"
+    PUBLISHED = "published"
+    DELETING = "deleting"
+    GONE = "gone"
 
 
 @dataclass(frozen=True)
@@ -72,3 +159,85 @@ FILE_REPLICA = TransitionTable[FileReplicaState](
         FileReplicaState.REVOKED: frozenset({FileReplicaState.WRITING, FileReplicaState.PUBLISHED}),
     },
 )
+
+RESIDENCY = TransitionTable[ResidencyState](
+    "residency",
+    {
+        ResidencyState.DEVICE_VISIBLE: frozenset({ResidencyState.DEMOTE_RESERVED}),
+        ResidencyState.DEMOTE_RESERVED: frozenset({ResidencyState.COPY_OUT, ResidencyState.DEVICE_VISIBLE}),
+        ResidencyState.COPY_OUT: frozenset({ResidencyState.LOWER_VALID, ResidencyState.DEVICE_VISIBLE}),
+        ResidencyState.LOWER_VALID: frozenset({ResidencyState.DEVICE_RELEASED, ResidencyState.DEVICE_VISIBLE}),
+        ResidencyState.DEVICE_RELEASED: frozenset({ResidencyState.PROMOTE_RESERVED}),
+        ResidencyState.PROMOTE_RESERVED: frozenset({ResidencyState.COPY_IN, ResidencyState.DEVICE_RELEASED}),
+        ResidencyState.COPY_IN: frozenset({ResidencyState.DEVICE_STAGED, ResidencyState.DEVICE_RELEASED}),
+        ResidencyState.DEVICE_STAGED: frozenset({ResidencyState.DEVICE_VISIBLE, ResidencyState.DEVICE_RELEASED}),
+    },
+)
+"""LOWER_VALID: both copies are valid; the device's may go once its readers have acknowledged, or stay in use. A failed
+demotion leads back to DEVICE_VISIBLE and a failed promotion to DEVICE_RELEASED: neither loses the copy that was valid.
+"""
+
+TRANSFER = TransitionTable[TransferState](
+    "transfer",
+    {
+        TransferState.QUEUED: frozenset({TransferState.RESERVED, TransferState.CANCELLED, TransferState.FAILED}),
+        TransferState.RESERVED: frozenset({TransferState.COPYING, TransferState.CANCELLED, TransferState.FAILED}),
+        TransferState.COPYING: frozenset({TransferState.COPIED, TransferState.CANCELLED, TransferState.FAILED}),
+        TransferState.COPIED: frozenset({TransferState.VALIDATED, TransferState.CANCELLED, TransferState.FAILED}),
+        TransferState.VALIDATED: frozenset({TransferState.PUBLISHED, TransferState.CANCELLED, TransferState.FAILED}),
+        TransferState.PUBLISHED: frozenset({TransferState.RELEASED}),
+        TransferState.CANCELLED: frozenset({TransferState.RELEASED}),
+        TransferState.FAILED: frozenset({TransferState.RELEASED}),
+        TransferState.RELEASED: frozenset(),
+    },
+)
+"""CANCELLED and FAILED: dead, but whoever copies may still write to the destination; RELEASED comes with the copier's
+acknowledgement, and gives credits and destination back exactly once."""
+
+WAITER = TransitionTable[WaiterState](
+    "waiter",
+    {
+        WaiterState.WAITING: frozenset(
+            {WaiterState.READY, WaiterState.CANCELLED, WaiterState.FAILED, WaiterState.LATE}
+        ),
+        WaiterState.READY: frozenset(),
+        WaiterState.CANCELLED: frozenset(),
+        WaiterState.FAILED: frozenset(),
+        WaiterState.LATE: frozenset(),
+    },
+)
+
+LEASE = TransitionTable[LeaseState](
+    "lease",
+    {
+        LeaseState.GRANTED: frozenset({LeaseState.ACKNOWLEDGED, LeaseState.REVOKED}),
+        LeaseState.REVOKED: frozenset({LeaseState.ACKNOWLEDGED}),
+        LeaseState.ACKNOWLEDGED: frozenset(),
+    },
+)
+"""REVOKED: expired or taken back; its holder must not use what it reads, and what it reads stays in place until the
+holder has acknowledged."""
+
+SNAPSHOT = TransitionTable[SnapshotState](
+    "snapshot",
+    {
+        SnapshotState.RESERVED: frozenset({SnapshotState.WRITTEN, SnapshotState.RECLAIMED}),
+        SnapshotState.WRITTEN: frozenset({SnapshotState.VALIDATED, SnapshotState.RECLAIMED}),
+        SnapshotState.VALIDATED: frozenset({SnapshotState.PUBLISHED, SnapshotState.RECLAIMED}),
+        SnapshotState.PUBLISHED: frozenset({SnapshotState.RETIRED}),
+        SnapshotState.RETIRED: frozenset({SnapshotState.RECLAIMED}),
+        SnapshotState.RECLAIMED: frozenset(),
+    },
+)
+"""RETIRED: no new reader; RECLAIMED once the last one has left and a newer generation or a tombstone is visible."""
+
+DURABLE_CHUNK = TransitionTable[DurableChunkState](
+    "durable chunk",
+    {
+        DurableChunkState.RESERVED: frozenset({DurableChunkState.PUBLISHED, DurableChunkState.GONE}),
+        DurableChunkState.PUBLISHED: frozenset({DurableChunkState.DELETING}),
+        DurableChunkState.DELETING: frozenset({DurableChunkState.GONE}),
+        DurableChunkState.GONE: frozenset({DurableChunkState.RESERVED}),
+    },
+)
+"""DELETING is durable before the file goes, so that a kill in between never brings the chunk back."""

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvstrata.contract.capability import FILES, Persistence, TierCapability, Visibility
 from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import ConfigurationError, DamagedError, Reason, StoreError
 from kvstrata.ports import Clock
 from kvstrata.tiers.capacity import Capacity
 from kvstrata.tiers.chunk_file import ChunkFile, ReadReceipt
-from kvstrata.tiers.chunk_format import Header, payload_bytes
+from kvstrata.tiers.chunk_format import ALIGNMENT, Header, payload_bytes
 from kvstrata.tiers.filesystem import FileSystem, OsFiles, storage_error, write_fully
 
 __all__ = [
@@ -100,6 +101,20 @@ class FileTier:
         self._serial = itertools.count()
         self._revoked: set[bytes] = set()
         self._lock = threading.Lock()
+
+    @property
+    def capability(self) -> TierCapability:
+        """Files are read into the host's memory and written from it; a rename publishes them."""
+        return TierCapability(
+            FILES,
+            "file",
+            kernel_readable=False,
+            dma_source=True,
+            dma_destination=not self.read_only,
+            persistence=Persistence.MACHINE,
+            visibility=Visibility.RENAME,
+            alignment=ALIGNMENT,
+        )
 
     def path(self, chunk: bytes) -> Path:
         """Where the file of `chunk` lies, whether it exists or not."""
