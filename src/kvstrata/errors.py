@@ -51,6 +51,7 @@ class Reason(StrEnum):
     CLOSED = "closed"
     NOT_COMMITTED = "not_committed"
     BUDGET_TOO_SMALL = "budget_too_small"
+    LEASE_EXPIRED = "lease_expired"
     KERNEL_UNAVAILABLE = "kernel_unavailable"
     MODEL_UNAVAILABLE = "model_unavailable"
 

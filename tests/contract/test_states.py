@@ -48,6 +48,7 @@ LEGAL_FILE = {
 }
 LEGAL_RESIDENCY = {
     ("device_visible", "demote_reserved"),
+    ("device_visible", "lower_valid"),
     ("demote_reserved", "copy_out"),
     ("demote_reserved", "device_visible"),
     ("copy_out", "lower_valid"),

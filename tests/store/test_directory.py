@@ -10,13 +10,14 @@ from directory_parts import make_directory, make_history
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.contract.states import FileReplicaState, SlotState
-from kvstrata.errors import Reason, StateError, StoreError
+from kvstrata.contract.states import FileReplicaState, ResidencyState, SlotState
+from kvstrata.errors import ConfigurationError, Reason, StateError, StoreError
 from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.tiers.memory import Grant, HostBacking, MemoryArena
 
 
 def fill(directory: Directory, record: ChunkRecord, layer: int) -> None:
-    grant = directory.arena.reserve((record.digest, layer))
+    grant = directory.reserve(record, layer)
     assert grant is not None
     directory.publish(record, layer, grant)
 
@@ -97,14 +98,141 @@ def test_publishing_checks_owner_generation_and_place() -> None:
     with pytest.raises(StateError, match="already"):
         directory.publish(record, 0, spare)
     other = directory.acquire(make_chunk(1).identity)
+    with pytest.raises(StateError, match="device_released -> device_visible"):
+        directory.publish(other, 0, spare)
+    own = directory.reserve(other, 0)
+    assert own is not None
+    with pytest.raises(StateError, match="device_released|promote_reserved"):
+        directory.reserve(other, 0)
     with pytest.raises(StateError, match="does not belong"):
         directory.publish(other, 0, spare)
-    with pytest.raises(StateError, match="does not belong"):
+    with pytest.raises(StateError, match="record was dropped"):
         directory.publish(record.__class__(record.identity, LAYERS), 1, spare)
     directory.arena.release(spare)
     with pytest.raises(StateError, match="generation"):
         directory.publish(other, 0, spare)
-    assert other.resident == 0
+    assert (other.resident, other.residency[0]) == (0, ResidencyState.DEVICE_STAGED)
+    directory.abandon(other, 0, own)
+    assert (directory.arena.used_slots, other.residency[0]) == (LAYERS, ResidencyState.DEVICE_RELEASED)
+
+
+def test_a_late_arrival_for_a_record_that_was_dropped_is_refused() -> None:
+    directory = make_directory()
+    record = directory.acquire(make_chunk(0).identity)
+    grant = directory.reserve(record, 0)
+    assert grant is not None
+    directory.drop(record)
+    again = directory.acquire(make_chunk(0).identity)
+    assert again.generation > record.generation
+    with pytest.raises(StateError, match="record was dropped"):
+        directory.publish(record, 0, grant)
+    directory.abandon(record, 0, grant)
+    assert directory.arena.used_slots == 0
+
+
+def host_of(directory: Directory, slots: int = 2 * LAYERS) -> MemoryArena:
+    directory.host = MemoryArena(directory.arena.slot_bytes, HostBacking(directory.arena.slot_bytes, slots))
+    return directory.host
+
+
+def fill_host(directory: Directory, record: ChunkRecord, layer: int) -> Grant:
+    assert directory.host is not None
+    grant = directory.host.reserve(record.key(layer))
+    assert grant is not None
+    directory.publish_host(record, layer, grant, b"checksum")
+    return grant
+
+
+def test_the_authority_moves_with_what_survives_and_every_move_is_an_epoch() -> None:
+    directory = make_directory()
+    host = host_of(directory)
+    record = make_history(directory, 1).chunks[0]
+    seen = [(record.authority, record.epoch)]
+    assert seen == [("device", 2)]
+    directory.mark(record, FileReplicaState.WRITING)
+    directory.mark(record, FileReplicaState.PUBLISHED)
+    assert (record.authority, record.epoch) == ("files", 3)
+    assert record.valid(record.device) and record.valid(record.durable)
+    directory.mark(record, FileReplicaState.REVOKED)
+    assert (record.authority, record.epoch, record.valid(record.durable)) == ("device", 4, False)
+    with pytest.raises(StateError, match="last valid"):
+        directory.evict(record, 0)
+    for layer in range(LAYERS):
+        fill_host(directory, record, layer)
+        directory.evict(record, layer)
+    assert (record.authority, record.resident, directory.arena.used_slots) == ("host", 0, 0)
+    assert [directory.valid_copies(record, layer) for layer in range(LAYERS)] == [1] * LAYERS
+    with pytest.raises(StateError, match="host replica is the last valid"):
+        directory.evict_host(record, 1)
+    assert host.used_slots == LAYERS
+    directory.drop(record)
+    assert (host.used_slots, directory.arena.used_slots, len(directory)) == (0, 0, 0)
+
+
+def test_a_copy_of_an_older_epoch_is_never_chosen() -> None:
+    directory = make_directory()
+    host_of(directory)
+    record = make_published(directory)
+    fill_host(directory, record, 0)
+    assert directory.choose(record, 0, ("host", "device")) is record.host
+    record.host.epoch -= 1
+    assert directory.choose(record, 0, ("host", "device")) is record.device
+    assert directory.choose(record, 0, ("host",)) is None
+    assert directory.valid_copies(record, 0) == 2
+    directory.mark(record, FileReplicaState.REVOKED)
+    assert not record.valid(record.host), "a new epoch does not bring a fenced copy back"
+
+
+def test_more_survivors_can_be_asked_for() -> None:
+    directory = make_directory()
+    directory.survivors = 2
+    host_of(directory)
+    record = make_published(directory)
+    with pytest.raises(StateError, match="last valid"):
+        directory.evict(record, 0)
+    fill_host(directory, record, 0)
+    directory.evict(record, 0)
+    assert directory.valid_copies(record, 0) == 2
+    with pytest.raises(ConfigurationError, match="survivors=0"):
+        Directory(directory.arena, LAYERS, survivors=0)
+
+
+def test_replicas_take_the_directorys_generations_and_keep_the_chunks_identity() -> None:
+    directory = make_directory()
+    directory.generation = 15
+    host_of(directory)
+    record = directory.acquire(make_chunk(0).identity)
+    for layer in range(LAYERS):
+        fill_host(directory, record, layer)
+    for layer in range(LAYERS):
+        fill(directory, record, layer)
+    assert (record.generation, record.host.generation, record.device.generation) == (16, 17, 18)
+    identities = {replica.identity(record.digest).digest for replica in (record.host, record.device)}
+    assert len(identities) == 2
+    for layer in range(LAYERS):
+        directory.evict(record, layer)
+    fill(directory, record, 0)
+    assert record.device.generation == 19, "a copy that comes to life anew is another copy"
+
+
+@pytest.mark.parametrize("cut", ["reserved", "copying", "published"])
+def test_reclaim_forgets_promotions_that_nobody_finishes(cut: str) -> None:
+    directory = make_directory()
+    record = make_published(directory)
+    directory.evict(record, 0)
+    grant = directory.reserve(record, 0)
+    assert grant is not None
+    if cut != "reserved":
+        directory.advance(record, 0, ResidencyState.COPY_IN)
+    if cut == "published":
+        directory.arena.publish(grant, record.key(0))
+        record.residency[0] = ResidencyState.DEVICE_VISIBLE
+    directory.reclaim([grant])
+    assert directory.arena.used_slots == LAYERS
+    directory.reclaim([])
+    assert (directory.arena.used_slots, record.residency[0]) == (LAYERS - 1, ResidencyState.DEVICE_RELEASED)
+    fill(directory, record, 0)
+    assert record.resident == LAYERS
 
 
 def test_illegal_states_of_the_file_replica() -> None:

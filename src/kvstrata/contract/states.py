@@ -163,7 +163,7 @@ FILE_REPLICA = TransitionTable[FileReplicaState](
 RESIDENCY = TransitionTable[ResidencyState](
     "residency",
     {
-        ResidencyState.DEVICE_VISIBLE: frozenset({ResidencyState.DEMOTE_RESERVED}),
+        ResidencyState.DEVICE_VISIBLE: frozenset({ResidencyState.DEMOTE_RESERVED, ResidencyState.LOWER_VALID}),
         ResidencyState.DEMOTE_RESERVED: frozenset({ResidencyState.COPY_OUT, ResidencyState.DEVICE_VISIBLE}),
         ResidencyState.COPY_OUT: frozenset({ResidencyState.LOWER_VALID, ResidencyState.DEVICE_VISIBLE}),
         ResidencyState.LOWER_VALID: frozenset({ResidencyState.DEVICE_RELEASED, ResidencyState.DEVICE_VISIBLE}),
@@ -173,7 +173,8 @@ RESIDENCY = TransitionTable[ResidencyState](
         ResidencyState.DEVICE_STAGED: frozenset({ResidencyState.DEVICE_VISIBLE, ResidencyState.DEVICE_RELEASED}),
     },
 )
-"""LOWER_VALID: both copies are valid; the device's may go once its readers have acknowledged, or stay in use. A failed
+"""LOWER_VALID: both copies are valid, because a demotion ended or because the lower one was there before (publication in
+the background); the device's may go once its readers have acknowledged, or stay in use. A failed
 demotion leads back to DEVICE_VISIBLE and a failed promotion to DEVICE_RELEASED: neither loses the copy that was valid.
 """
 

@@ -1,64 +1,52 @@
 """Which replica of which segment lies where, and which of them keeps the history from being lost.
 
-One record per chunk. Its segments are in the memory arena, in the file tier, or in both. The file replica is the
-authority once it is published; before that the memory replica is, and it cannot be evicted: an exact demotion keeps
-the old copy until the new one has been validated.
+One record per chunk in use. Its segments are in the device arena, in the host arena, in the durable tier, or in several
+of them. The authority is the copy whose survival prevents loss. Every change of authority starts a new epoch under
+which the copies that are still valid are counted again; a copy of an older epoch is never read. No segment's last valid
+copy is given up: an exact demotion keeps the old one until the new one has been validated.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
+from kvstrata.contract.capability import DEVICE, FILES, HOST
 from kvstrata.contract.identity import ChunkIdentity
-from kvstrata.contract.states import FILE_REPLICA, FileReplicaState
-from kvstrata.errors import Reason, StateError, StoreError
+from kvstrata.contract.states import FILE_REPLICA, RESIDENCY, FileReplicaState, ResidencyState
+from kvstrata.errors import ConfigurationError, Reason, StateError, StoreError
+from kvstrata.store.replicas import ChunkRecord, Replica, SegmentKey
 from kvstrata.tiers.memory import Grant, MemoryArena
 
-__all__ = ["ChunkRecord", "Directory", "SegmentKey"]
+__all__ = ["ChunkRecord", "Directory", "Replica", "SegmentKey"]
 
-SegmentKey = tuple[bytes, int]
-"""Owner of a slot that holds a sealed segment: (chunk digest, layer)."""
-
-
-class ChunkRecord:
-    """One sealed chunk as this process knows it.
-
-    identity, digest: what it is. grants: its slot in each layer, or `None`. file: its replica in the file tier.
-    failure: why the last attempt to write it failed. users: open histories that contain it.
-    """
-
-    __slots__ = ("digest", "failure", "file", "grants", "identity", "users")
-
-    def __init__(self, identity: ChunkIdentity, layers: int) -> None:
-        self.identity = identity
-        self.digest = identity.digest
-        self.grants: list[Grant | None] = [None] * layers
-        self.file = FileReplicaState.ABSENT
-        self.failure: StoreError | None = None
-        self.users = 0
-
-    @property
-    def resident(self) -> int:
-        """Layers whose segment is in the arena."""
-        return sum(grant is not None for grant in self.grants)
-
-    @property
-    def evictable(self) -> bool:
-        """Whether the memory replica may go: only when the file replica would survive it."""
-        return self.file is FileReplicaState.PUBLISHED
+_LIVE = frozenset({ResidencyState.DEVICE_VISIBLE, ResidencyState.LOWER_VALID})
 
 
 class Directory:
     """Records of all chunks in use. Thread-safe; no call blocks on I/O.
 
-    arena: the memory tier. layers: segments per chunk.
+    arena: the device's memory. layers: segments per chunk. host: a second memory tier below it, or `None`.
+    generation: of the directory; every replica that comes to life takes the next one. survivors: valid copies of each
+    segment that must be left when one is given up.
     """
 
-    def __init__(self, arena: MemoryArena, layers: int) -> None:
+    def __init__(
+        self,
+        arena: MemoryArena,
+        layers: int,
+        host: MemoryArena | None = None,
+        *,
+        generation: int = 0,
+        survivors: int = 1,
+    ) -> None:
+        if survivors < 1:
+            raise ConfigurationError(Reason.INVALID_ARGUMENT, f"survivors={survivors} must be at least 1")
         self.arena = arena
+        self.host = host
         self.layers = layers
-        self.generation = 0
+        self.generation = generation
+        self.survivors = survivors
         self._records: dict[bytes, ChunkRecord] = {}
         self._lock = threading.RLock()
 
@@ -89,12 +77,17 @@ class Directory:
         with self._lock:
             record = self._records.get(identity.digest)
             if record is None:
-                record = self._records[identity.digest] = ChunkRecord(identity, self.layers)
+                self.generation += 1
+                record = self._records[identity.digest] = ChunkRecord(identity, self.layers, self.generation)
             if record.identity != identity:
                 raise StateError(
                     Reason.TOKENS_DIFFER, f"two chunks have the name {identity.digest.hex()}; their rows are kept apart"
                 )
             return record
+
+    def find(self, digest: bytes) -> ChunkRecord | None:
+        """The record under that name, if the chunk is in use."""
+        return self._records.get(digest)
 
     def share(self, record: ChunkRecord) -> None:
         """Count one more user of a chunk that is in use."""
@@ -102,7 +95,7 @@ class Directory:
             record.users += 1
 
     def drop(self, record: ChunkRecord) -> None:
-        """One user less; the last one takes the memory replica and the record along."""
+        """One user less; the last one takes the memory replicas and the record along."""
         with self._lock:
             if record.users < 1:
                 raise StateError(Reason.NOT_COMMITTED, "a chunk was dropped more often than it was acquired")
@@ -110,23 +103,59 @@ class Directory:
             if record.users == 0:
                 for layer in range(self.layers):
                     self._release(record, layer)
+                    self._release_host(record, layer)
                 self._records.pop(record.digest, None)
 
-    def publish(self, record: ChunkRecord, layer: int, grant: Grant) -> None:
-        """Make the filled slot the chunk's memory replica in `layer`.
+    def reserve(self, record: ChunkRecord, layer: int) -> Grant | None:
+        """A device slot for a segment that is to be promoted, or `None` when every slot is taken.
 
-        Checks owner and allocation generation first. Errors: `StateError` when either is not as reserved, or when the
-        layer has a memory replica already.
+        Errors: `StateError` while the segment is there already or on its way.
+        """
+        with self._lock:
+            RESIDENCY.require(record.residency[layer], ResidencyState.PROMOTE_RESERVED)
+            grant = self.arena.reserve((record.digest, layer))
+            if grant is not None:
+                record.residency[layer] = ResidencyState.PROMOTE_RESERVED
+            return grant
+
+    def advance(self, record: ChunkRecord, layer: int, state: ResidencyState) -> None:
+        """Note how far a segment has come on its way. Errors: `StateError` for an illegal transition."""
+        record.residency[layer] = RESIDENCY.require(record.residency[layer], state)
+
+    def abandon(self, record: ChunkRecord, layer: int, grant: Grant) -> None:
+        """End a promotion that came to nothing: its slot is free again. The caller vouches that nobody writes to it."""
+        with self._lock:
+            if record.grants[layer] == grant:
+                return
+            if record.residency[layer] not in _LIVE:
+                record.residency[layer] = ResidencyState.DEVICE_RELEASED
+            self.arena.release(grant)
+
+    def publish(self, record: ChunkRecord, layer: int, grant: Grant) -> None:
+        """Make the filled slot the chunk's device replica in `layer`.
+
+        Checks record, owner and allocation generation first. Errors: `StateError` when any is not as reserved, or when
+        the layer has a device replica already.
         """
         with self._lock:
             if record.grants[layer] is not None:
                 raise StateError(Reason.NOT_COMMITTED, f"layer {layer} of the chunk has a memory replica already")
+            if self._records.get(record.digest) is not record:
+                raise StateError(
+                    Reason.NOT_COMMITTED, "the chunk's record was dropped while its rows were on their way"
+                )
+            if record.residency[layer] is ResidencyState.PROMOTE_RESERVED:
+                self.advance(record, layer, ResidencyState.COPY_IN)
+            if record.residency[layer] is ResidencyState.COPY_IN:
+                self.advance(record, layer, ResidencyState.DEVICE_STAGED)
+            following = RESIDENCY.require(record.residency[layer], ResidencyState.DEVICE_VISIBLE)
             self.arena.publish(grant, (record.digest, layer))
+            record.residency[layer] = following
+            self._revive(record, record.device)
             record.grants[layer] = grant
-            self.generation += 1
 
     def adopt(self, record: ChunkRecord, layer: int, grant: Grant, tail_owner: Hashable) -> None:
-        """Turn the open tail's slot into the sealed chunk's memory replica, or free it if there is one already.
+        """Turn the open tail's slot into the sealed chunk's device replica, or free it if there is one already.
 
         May be repeated after an interruption, whatever was done by then.
         """
@@ -137,24 +166,70 @@ class Directory:
                 return
             if self.arena.belongs(grant, tail_owner):
                 self.arena.rename(grant, tail_owner, (record.digest, layer))
+            self._revive(record, record.device)
+            record.residency[layer] = ResidencyState.DEVICE_VISIBLE
             record.grants[layer] = grant
-            self.generation += 1
+            if not record.authority and None not in record.grants:
+                self._appoint(record)
 
     def evict(self, record: ChunkRecord, layer: int) -> None:
-        """Give up the memory replica of one segment. Errors: `StateError` while it is the only valid replica."""
+        """Give up the device replica of one segment. Errors: `StateError` while no valid replica would survive it."""
         with self._lock:
             if record.grants[layer] is None:
                 return
-            if not record.evictable:
+            if self.valid_copies(record, layer, leaving=record.device) < self.survivors:
                 raise StateError(Reason.NOT_COMMITTED, "the memory replica is the last valid one and cannot be evicted")
+            if record.residency[layer] is not ResidencyState.LOWER_VALID:
+                self.advance(record, layer, ResidencyState.LOWER_VALID)
             self._release(record, layer)
 
-    def mark(self, record: ChunkRecord, state: FileReplicaState, failure: StoreError | None = None) -> None:
-        """Note what became of the file replica. Errors: `StateError` for an illegal transition."""
+    def publish_host(self, record: ChunkRecord, layer: int, grant: Grant, checksum: bytes) -> None:
+        """Make a filled slot of the host arena the chunk's host replica in `layer`. Errors: as `publish`."""
         with self._lock:
-            record.file = FILE_REPLICA.require(record.file, state)
+            if self.host is None:
+                raise StateError(Reason.NOT_COMMITTED, "there is no host tier")
+            if self._records.get(record.digest) is not record:
+                raise StateError(
+                    Reason.NOT_COMMITTED, "the chunk's record was dropped while its rows were on their way"
+                )
+            if record.host.grants[layer] is not None:
+                raise StateError(Reason.NOT_COMMITTED, f"layer {layer} of the chunk has a host replica already")
+            self.host.publish(grant, (record.digest, layer))
+            self._revive(record, record.host)
+            record.host.grants[layer] = grant
+            record.host.checksums[layer] = checksum
+            if not record.authority:
+                self._appoint(record)
+
+    def evict_host(self, record: ChunkRecord, layer: int) -> None:
+        """Give up the host replica of one segment. Errors: `StateError` while no valid replica would survive it."""
+        with self._lock:
+            if record.host.grants[layer] is None:
+                return
+            if self.valid_copies(record, layer, leaving=record.host) < self.survivors:
+                raise StateError(Reason.NOT_COMMITTED, "the host replica is the last valid one and cannot be evicted")
+            self._release_host(record, layer)
+
+    def valid_copies(self, record: ChunkRecord, layer: int, leaving: Replica | None = None) -> int:
+        """Copies of one segment that are valid under the current epoch, `leaving` not counted."""
+        return sum(replica is not leaving and record.valid(replica, layer) for replica in record.replicas)
+
+    def choose(self, record: ChunkRecord, layer: int, order: Sequence[str] = (DEVICE, HOST, FILES)) -> Replica | None:
+        """The first valid copy of one segment among the tiers of `order`."""
+        by_tier = {replica.tier: replica for replica in record.replicas}
+        return next((by_tier[tier] for tier in order if record.valid(by_tier[tier], layer)), None)
+
+    def mark(self, record: ChunkRecord, state: FileReplicaState, failure: StoreError | None = None) -> None:
+        """Note what became of the durable replica. Errors: `StateError` for an illegal transition."""
+        with self._lock:
+            record.durable.state = FILE_REPLICA.require(record.durable.state, state)
             record.failure = failure
-            self.generation += 1
+            if state is FileReplicaState.PUBLISHED:
+                self.generation += 1
+                record.durable.generation = self.generation
+                self._appoint(record, fresh=record.durable)
+            elif state is FileReplicaState.REVOKED:
+                self._appoint(record)
 
     def hold(self, record: ChunkRecord) -> list[Grant]:
         """Keep the bytes of every resident segment in place until each returned grant has been let go."""
@@ -166,9 +241,59 @@ class Directory:
                     held.append(grant)
             return held
 
+    def reclaim(self, known: Collection[Grant]) -> None:
+        """After an interruption: free device slots that nobody noted, and forget promotions that nobody finishes.
+
+        known: every grant that anybody else than a record uses, reads under way included.
+        """
+        with self._lock:
+            held = {grant for record in self for grant in record.grants if grant is not None}
+            self.arena.reclaim(held | set(known))
+            moving = {self.arena.owner(grant) for grant in known}
+            for record in self:
+                for layer, grant in enumerate(record.grants):
+                    if grant is not None:
+                        record.residency[layer] = ResidencyState.DEVICE_VISIBLE
+                    elif record.key(layer) not in moving:
+                        record.residency[layer] = ResidencyState.DEVICE_RELEASED
+
+    def _revive(self, record: ChunkRecord, replica: Replica) -> None:
+        if replica.state is not FileReplicaState.PUBLISHED:
+            self.generation += 1
+            replica.generation = self.generation
+            replica.state = FileReplicaState.PUBLISHED
+            replica.epoch = record.epoch
+
+    def _appoint(self, record: ChunkRecord, fresh: Replica | None = None) -> None:
+        """Choose the authority anew, and count under a new epoch the copies that are valid now."""
+        valid = [replica for replica in record.replicas if record.valid(replica)]
+        if fresh is not None and fresh not in valid:
+            valid.append(fresh)
+        whole = [each for each in valid if each is record.durable or None not in each.grants]
+        record.authority = whole[-1].tier if whole else ""
+        record.epoch += 1
+        for replica in valid:
+            replica.epoch = record.epoch
+
     def _release(self, record: ChunkRecord, layer: int) -> None:
         grant = record.grants[layer]
-        if grant is not None:
-            record.grants[layer] = None
-            self.arena.release(grant)
-            self.generation += 1
+        if grant is None:
+            return
+        record.grants[layer] = None
+        record.residency[layer] = ResidencyState.DEVICE_RELEASED
+        self.arena.release(grant)
+        if not any(record.grants):
+            record.device.state = FileReplicaState.ABSENT
+        if record.authority == DEVICE:
+            self._appoint(record)
+
+    def _release_host(self, record: ChunkRecord, layer: int) -> None:
+        grant = record.host.grants[layer]
+        if grant is None or self.host is None:
+            return
+        record.host.grants[layer] = record.host.checksums[layer] = None
+        self.host.release(grant)
+        if not any(record.host.grants):
+            record.host.state = FileReplicaState.ABSENT
+        if record.authority == HOST:
+            self._appoint(record)

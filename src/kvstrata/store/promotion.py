@@ -176,8 +176,7 @@ class Batch:
                 return
             self._settled = True
         for item in self.items:
-            if item.record.grants[item.layer] != item.grant:
-                self._directory.arena.release(item.grant)
+            self._directory.abandon(item.record, item.layer, item.grant)
 
 
 class Promoter:
@@ -207,10 +206,10 @@ class Promoter:
             return None
         promotions: list[Promotion] = []
         for record, layer in segments:
-            grant = self.directory.arena.reserve((record.digest, layer))
+            grant = self.directory.reserve(record, layer)
             if grant is None:
                 for promotion in promotions:
-                    self.directory.arena.release(promotion.grant)
+                    self.directory.abandon(promotion.record, promotion.layer, promotion.grant)
                 return None
             promotions.append(Promotion(record, layer, grant))
         return promotions

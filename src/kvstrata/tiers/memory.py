@@ -76,21 +76,23 @@ class HostBacking:
 
 
 class MemoryArena:
-    """Slots, their generations and who holds them. Thread-safe; no call blocks.
+    """Slots, their generations and who holds them. Thread-safe; no call blocks but for the zeroing.
 
     slot_bytes: payload of one slot. backing: where the bytes are. generations: of every slot. epoch: moves whenever any
-    generation does, so that an unchanged epoch vouches for all of them.
+    generation does, so that an unchanged epoch vouches for all of them. wipe: a slot is zeroed before it is free again.
+    generation: where the slots' generations start.
     """
 
-    def __init__(self, slot_bytes: int, backing: Backing) -> None:
+    def __init__(self, slot_bytes: int, backing: Backing, *, wipe: bool = False, generation: int = 0) -> None:
         if slot_bytes <= 0:
             raise ConfigurationError(Reason.INVALID_ARGUMENT, f"slot_bytes={slot_bytes} must be positive")
         self.slot_bytes = slot_bytes
         self.backing = backing
         self.slots = backing.slots
-        self.generations: npt.NDArray[np.int64] = np.zeros(self.slots, np.int64)
+        self.wipe = wipe
+        self.generations: npt.NDArray[np.int64] = np.full(self.slots, generation, np.int64)
         self.epoch = 0
-        self._generation = [0] * self.slots
+        self._generation = [generation] * self.slots
         self._states = [SlotState.FREE] * self.slots
         self._owners: list[Hashable | None] = [None] * self.slots
         self._holders = [0] * self.slots
@@ -136,6 +138,11 @@ class MemoryArena:
         with self._lock:
             return self._generation[grant.slot] == grant.generation and self._owners[grant.slot] == owner
 
+    def owner(self, grant: Grant) -> Hashable | None:
+        """Whose reservation it is, or `None` once it stands no longer."""
+        with self._lock:
+            return self._owners[grant.slot] if self._generation[grant.slot] == grant.generation else None
+
     def hold(self, grant: Grant, owner: Hashable) -> None:
         """Keep the slot's bytes in place until `let_go`, whatever its owner does. Errors: as `publish`."""
         with self._lock:
@@ -175,6 +182,8 @@ class MemoryArena:
             free, found = set(self._free), 0
             for slot, state in enumerate(self._states):
                 if state is SlotState.FREE and slot not in free:
+                    if self.wipe:
+                        self._zero(slot)
                     self._owners[slot] = None
                     self._advance(slot)
                     self._free.append(slot)
@@ -195,6 +204,10 @@ class MemoryArena:
 
     def close(self) -> None:
         """Give the memory back. Slots must not be used afterwards."""
+        if self.wipe:
+            with self._lock:
+                for slot in set(range(self.slots)).difference(self._free):
+                    self._zero(slot)
         self.backing.close()
 
     def _check(self, grant: Grant, owner: Hashable) -> None:
@@ -210,11 +223,17 @@ class MemoryArena:
         self._states[slot] = SLOT.require(self._states[slot], state)
 
     def _free_slot(self, slot: int) -> None:
+        if self.wipe:
+            self._zero(slot)
         self._move(slot, SlotState.FREE)
         self._owners[slot] = None
         # The generation moves on release as well, so that a table entry of the old owner never looks current.
         self._advance(slot)
         self._free.append(slot)
+
+    def _zero(self, slot: int) -> None:
+        self.backing.writable(slot)[:] = bytes(self.slot_bytes)
+        self.backing.flush(slot)
 
     def _advance(self, slot: int) -> int:
         generation = self._generation[slot] + 1

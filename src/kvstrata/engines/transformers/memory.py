@@ -301,9 +301,8 @@ class Memory:
         """After an interruption: take back slots that were reserved and never noted. Blocks for reads under way."""
         wanted = [batch for request in self._requests for batch in request.plan.batches]
         known = self._attached().reclaim(wanted)
-        known.update(grant for record in self.directory for grant in record.grants if grant is not None)
         known.update(g for request in self._requests for row in request.rows for g in row.history.grants)
-        self.arena.reclaim(known)
+        self.directory.reclaim(known)
 
     def publish(self, record: ChunkRecord) -> None:
         """Queue a sealed chunk for the file tier."""
