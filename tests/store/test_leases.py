@@ -47,12 +47,17 @@ def test_expiry_under_a_reader_revokes_at_once_and_reclaims_after_it() -> None:
     clock, arena = Clock(), make_arena(1)
     table, grant = LeaseTable(clock), publish(arena, "row")
     lease = table.grant("request", "row", [(arena, grant)], seconds=5)
-    with pytest.raises(StateError, match="ended before") as refusal, table.reading(lease):
-        arena.release(grant)
-        clock.now = 6.0
-        assert table.expire() == [lease]
-        assert (lease.state, arena.state(grant.slot)) == (LeaseState.REVOKED, SlotState.RETIRED)
-        assert arena.reserve("another") is None
+
+    def read() -> None:
+        with table.reading(lease):
+            arena.release(grant)
+            clock.now = 6.0
+            assert table.expire() == [lease]
+            assert (lease.state, arena.state(grant.slot)) == (LeaseState.REVOKED, SlotState.RETIRED)
+            assert arena.reserve("another") is None
+
+    with pytest.raises(StateError, match="ended before") as refusal:
+        read()
     assert refusal.value.reason is Reason.LEASE_EXPIRED
     assert (lease.state, arena.free_slots) == (LeaseState.ACKNOWLEDGED, 1)
 
@@ -94,9 +99,14 @@ def test_a_cancelled_request_takes_all_its_leases_back_and_nobody_elses() -> Non
     table, grants = LeaseTable(), [publish(arena, name) for name in "abc"]
     mine = [table.grant("mine", name, [(arena, grant)], 60) for name, grant in zip("ab", grants, strict=False)]
     other = table.grant("other", "c", [(arena, grants[2])], 60)
-    with pytest.raises(StateError), table.reading(mine[0]):
-        assert table.revoke("mine") == 2
-        assert [lease.state for lease in mine] == [LeaseState.REVOKED, LeaseState.ACKNOWLEDGED]
+
+    def read() -> None:
+        with table.reading(mine[0]):
+            assert table.revoke("mine") == 2
+            assert [lease.state for lease in mine] == [LeaseState.REVOKED, LeaseState.ACKNOWLEDGED]
+
+    with pytest.raises(StateError, match="lease 1 of mine"):
+        read()
     assert (mine[0].state, other.state, len(table)) == (LeaseState.ACKNOWLEDGED, LeaseState.GRANTED, 1)
 
 

@@ -174,8 +174,8 @@ RESIDENCY = TransitionTable[ResidencyState](
     },
 )
 """LOWER_VALID: both copies are valid, because a demotion ended or because the lower one was there before (publication in
-the background); the device's may go once its readers have acknowledged, or stay in use. A failed
-demotion leads back to DEVICE_VISIBLE and a failed promotion to DEVICE_RELEASED: neither loses the copy that was valid.
+the background). The device's may go once its readers have acknowledged, or stay in use. A failed demotion leads back
+to DEVICE_VISIBLE and a failed promotion to DEVICE_RELEASED: neither loses the copy that was valid.
 """
 
 TRANSFER = TransitionTable[TransferState](

@@ -257,6 +257,10 @@ class Directory:
                     elif record.key(layer) not in moving:
                         record.residency[layer] = ResidencyState.DEVICE_RELEASED
 
+    def _require_current(self, record: ChunkRecord) -> None:
+        if self._records.get(record.digest) is not record:
+            raise StateError(Reason.NOT_COMMITTED, "the chunk's record was dropped while its rows were on their way")
+
     def _revive(self, record: ChunkRecord, replica: Replica) -> None:
         if replica.state is not FileReplicaState.PUBLISHED:
             self.generation += 1

@@ -54,7 +54,7 @@ class Lease:
 
 
 class LeaseTable:
-    """Leases of one process. Thread-safe; no call blocks. clock: seconds; expiry is checked whenever a lease is used."""
+    """Leases of one process. Thread-safe; no call blocks. clock: seconds; every use of a lease checks its end."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
