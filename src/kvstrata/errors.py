@@ -64,6 +64,8 @@ class Reason(StrEnum):
     STORE_BUSY = "store_busy"
     STORE_IO = "store_io"
     STORE_LATE = "store_late"
+    NOT_ADMITTED = "not_admitted"
+    CHEAPER_TO_RECOMPUTE = "cheaper_to_recompute"
 
     CHUNK_MISSING = "chunk_missing"
     CHUNK_TRUNCATED = "chunk_truncated"

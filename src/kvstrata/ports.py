@@ -8,13 +8,29 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Clock", "ModelView", "ProjectionWeights"]
+__all__ = ["Clock", "ModelView", "ProjectionWeights", "RecomputeCost"]
 
 
 class Clock(Protocol):
     """Seconds from an arbitrary origin that never go back, e.g. `time.perf_counter`."""
 
     def __call__(self) -> float: ...
+
+
+class RecomputeCost(Protocol):
+    """What an engine says about computing rows again, from the prefills that it has timed."""
+
+    @property
+    def observations(self) -> int:
+        """Prefills that the answer rests on; 0 before the first."""
+        ...
+
+    def seconds(self, start: int, stop: int) -> float:
+        """Model time that computes tokens [start, stop) of a history whose first `start` rows are there.
+
+        Does not block. Finite and not negative; without meaning while `observations` is 0.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
