@@ -62,8 +62,8 @@ class Held:
 @dataclass(frozen=True, slots=True)
 class StoreFull:
     """Why there is no room. evictable_bytes: what could leave. pinned, last_authority: see `Hold`. blocked: free, but
-    needed by what is held or about to be written, as its parents; or held since the catalog was asked. missing_bytes: by
-    how much a cap would have to grow.
+    continued by what is held or about to be written; or held since the catalog was asked. missing_bytes: by how much a
+    cap would have to grow.
     """
 
     needed_bytes: int
@@ -125,8 +125,8 @@ class Retention:
     chunks: all published chunks, held ones included; asked anew each time, because other processes use them too.
     evict: removes one chunk unless it is held by now; blocks. policy: name or configuration of an eviction policy.
     admission: judges newcomers; `None` admits all. saving_s: seconds that one use of a chunk saves, which a policy may
-    weigh; equal for all when not given. extra_bytes: freed beyond what is needed, as far as there is something, so that the order is
-    not worked out for every chunk: that takes O(n log n).
+    weigh; equal for all when not given. extra_bytes: freed beyond what is needed, as far as there is something, so that
+    the order is not worked out for every chunk: that takes O(n log n).
     Errors: `ConfigurationError` for a policy or a value that cannot be.
     """
 
@@ -152,8 +152,8 @@ class Retention:
     def make_room(self, nbytes: int, newcomer: Contender | None = None, parent: bytes = b"") -> RoomReceipt:
         """Free at least `nbytes` bytes, blocking, or say why not.
 
-        newcomer: the chunk that wants them; without it nobody is judged, as for a session that the user saves. parent: of
-        the newcomer; it stays, and so does all that it continues.
+        newcomer: the chunk that wants them; without it nobody is judged, as for a session that the user saves. parent:
+        of the newcomer; it stays, and so does all that it continues.
         Errors: `ConfigurationError` unless `nbytes` is positive; what `evict` raises, with what left before it gone.
         """
         require_finite("nbytes", nbytes, least=1)
