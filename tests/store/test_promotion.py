@@ -74,9 +74,9 @@ def test_segments_arrive_with_their_bytes(promoter: Promoter, directory: Directo
     wanted = [(record, layer) for record in records(directory)[:2] for layer in range(LAYERS)]
     promotions = promoter.reserve(wanted)
     assert promotions is not None
-    nbytes, seconds = promoter.start(promotions).finish()
-    assert nbytes == 2 * LAYERS * LAYOUT.segment_bytes
-    assert seconds >= 0
+    arrival = promoter.start(promotions).finish()
+    assert (arrival.nbytes, arrival.host_bytes) == (2 * LAYERS * LAYOUT.segment_bytes, 0)
+    assert arrival.read_s >= 0
     for chunk, record in zip(CHUNKS, records(directory)[:2], strict=False):
         for layer, grant in enumerate(record.grants):
             assert grant is not None

@@ -104,7 +104,8 @@ def require_within_budget(memory: Memory) -> None:
     assert ledger.peak_device_bytes <= memory.budget
     assert ledger.device_bytes <= ledger.peak_device_bytes
     assert memory.arena.peak_slots <= memory.arena.slots
-    assert device.resident_hit_bytes + file.moved_bytes == device.requested_bytes
+    lower = file.moved_bytes + ledger.traffic["host"].moved_bytes
+    assert device.resident_hit_bytes + lower == device.requested_bytes
     assert file.requested_bytes == file.moved_bytes
 
 

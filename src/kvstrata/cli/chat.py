@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvstrata.cli.exits import ExitCode, exit_code
-from kvstrata.cli.model_options import BudgetOption, DtypeOption, GemmaTermsOption, ModelOption
+from kvstrata.cli.model_options import BudgetOption, DtypeOption, GemmaTermsOption, HostBudgetOption, ModelOption
 from kvstrata.cli.model_session import (
     MaxNewTokensOption,
     OptionalStoreOption,
@@ -51,6 +51,7 @@ def chat(
     dtype: DtypeOption = "auto",
     store: OptionalStoreOption = None,
     budget: BudgetOption = None,
+    host_budget: HostBudgetOption = None,
     session: SessionOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
     sample: SampleOption = False,
@@ -65,7 +66,7 @@ def chat(
     """
     output = Output(json)
     with attached_model(
-        output, model, dtype, store, budget, session, sample=sample, temperature=temperature, seed=seed
+        output, model, dtype, store, budget, host_budget, session, sample=sample, temperature=temperature, seed=seed
     ) as attached:
         from kvstrata.engines.transformers.conversation import Conversation
 

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from kvstrata.cli.exits import ExitCode
-from kvstrata.cli.model_options import BudgetOption, DtypeOption, GemmaTermsOption, ModelOption
+from kvstrata.cli.model_options import BudgetOption, DtypeOption, GemmaTermsOption, HostBudgetOption, ModelOption
 from kvstrata.cli.model_session import (
     MaxNewTokensOption,
     OptionalStoreOption,
@@ -49,6 +49,7 @@ def generate(
     dtype: DtypeOption = "auto",
     store: OptionalStoreOption = None,
     budget: BudgetOption = None,
+    host_budget: HostBudgetOption = None,
     session: SessionOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     sample: SampleOption = False,
@@ -67,7 +68,7 @@ def generate(
     output = Output(json)
     text = _prompt_text(prompt, file)
     with attached_model(
-        output, model, dtype, store, budget, session, sample=sample, temperature=temperature, seed=seed
+        output, model, dtype, store, budget, host_budget, session, sample=sample, temperature=temperature, seed=seed
     ) as attached:
         from kvstrata.engines.transformers.generation import continue_text
 

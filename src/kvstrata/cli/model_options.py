@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["GEMMA_TERMS_VARIABLE", "BudgetOption", "DtypeOption", "GemmaTermsOption", "ModelOption"]
+__all__ = ["GEMMA_TERMS_VARIABLE", "BudgetOption", "DtypeOption", "GemmaTermsOption", "HostBudgetOption", "ModelOption"]
 
 GEMMA_TERMS_VARIABLE = "KVSTRATA_ACCEPT_GEMMA_TERMS"
 """What the engine asks for; importing the engine only for this name would cost every command seconds."""
@@ -53,3 +53,9 @@ BudgetOption = Annotated[
     typer.Option("--budget", metavar="BYTES", help="Device memory, like 64MiB. Default: the model's whole context."),
 ]
 """`--budget BYTES`; the default is `None`."""
+
+HostBudgetOption = Annotated[
+    str | None,
+    typer.Option("--host-budget", metavar="BYTES", help="Host memory between device and files. Default: none."),
+]
+"""`--host-budget BYTES`; the default is `None`."""

@@ -78,6 +78,7 @@ def attached_model(
     dtype: str,
     store: Path | None,
     budget: str | None,
+    host_budget: str | None,
     session: str | None,
     *,
     sample: bool,
@@ -105,12 +106,14 @@ def attached_model(
         sampling = Sampling(temperature if temperature is not None else _DEFAULT_TEMPERATURE if sample else 0.0, seed)
         if budget is not None:
             parse_bytes(budget)
+        if host_budget is not None:
+            parse_bytes(host_budget, "host_budget")
         choice = choose_dtype(dtype)
         output.note(f"loading {model} ...")
         with output.progress(f"preparing {model}") as report:
             loaded = load_model(model, dtype=choice.name, progress=lambda stage, done: report(round(done * 100), 100))
         output.note(f"{choice.name}: {choice.reason}")
-        memory = stack.enter_context(attach(loaded, opened, budget=budget))
+        memory = stack.enter_context(attach(loaded, opened, budget=budget, host_budget=host_budget))
         yield Attached(loaded, memory, sampling, choice.name, time.perf_counter() - start)
 
 

@@ -26,7 +26,8 @@ class StepReceipt:
     """One forward step of one request.
 
     start, rows: positions computed. visible: positions that entered attention (all of them: the answer is exact).
-    resident_bytes: K/V read where it already was. moved_bytes: K/V brought from files. moved_segments: how many pieces.
+    resident_bytes: K/V read where it already was. moved_bytes: K/V brought from lower tiers. moved_segments: how many
+    pieces. host_bytes: those of the moved bytes that came from the host tier and not from files.
     stall_s: time the model waited for bytes or for slots. read_s: service time of the readers. sealed: chunks sealed.
     """
 
@@ -40,6 +41,7 @@ class StepReceipt:
     read_s: float
     sealed: int
     contract: str = "exact"
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,10 @@ class Ledger:
     """Every byte and second of one run.
 
     logical_bytes: rows of the history, once. device_bytes, peak_device_bytes: slots in use now and at most, tail,
-    staging and workspace included. host_bytes: memory tiers other than the device's,
-    of which there is none yet. file_bytes: chunks of the history
-    in files. staging_bytes: most bytes reserved for segments on their way. workspace_bytes: kernel scratch.
-    metadata_bytes: headers and manifests. fragmented_bytes: slot bytes that hold no row. duplicate_bytes: rows both in
-    memory and in files.
+    staging and workspace included. host_bytes: slots of the host tier in use. file_bytes: chunks of the history in
+    files. staging_bytes: most bytes reserved for segments on their way. workspace_bytes: kernel scratch.
+    metadata_bytes: headers and manifests. fragmented_bytes: slot bytes that hold no row. duplicate_bytes: rows that lie
+    in more than one tier, once for each copy after the first.
     """
 
     logical_bytes: int

@@ -173,9 +173,9 @@ RESIDENCY = TransitionTable[ResidencyState](
         ResidencyState.DEVICE_STAGED: frozenset({ResidencyState.DEVICE_VISIBLE, ResidencyState.DEVICE_RELEASED}),
     },
 )
-"""LOWER_VALID: both copies are valid, because a demotion ended or because the lower one was there before (published in the
-background). The device's may go once its readers have acknowledged, or stay in use. A failed demotion leads back
-to DEVICE_VISIBLE and a failed promotion to DEVICE_RELEASED: neither loses the copy that was valid.
+"""LOWER_VALID: both copies are valid, because a demotion ended or because the lower one was there before, published in
+the background. The device's may go once its readers have acknowledged, or stay in use. A failed demotion leads back to
+DEVICE_VISIBLE and a failed promotion to DEVICE_RELEASED: neither loses the copy that was valid.
 """
 
 TRANSFER = TransitionTable[TransferState](

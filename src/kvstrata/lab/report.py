@@ -22,7 +22,7 @@ _LEDGER_WORDS = {
     "workspace_bytes": "kernel workspace",
     "metadata_bytes": "headers and manifests",
     "fragmented_bytes": "slot bytes that hold no row",
-    "duplicate_bytes": "rows both in memory and in files",
+    "duplicate_bytes": "rows in more than one tier",
     "peak_over_logical": "device memory at most / history",
     "save_s": "saving",
     "load_s": "loading (readers' service time)",

@@ -24,6 +24,7 @@ from kvstrata.placement.tables import HistoryTables
 from kvstrata.ports import Clock
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.history import History
+from kvstrata.store.host_cache import HostCache
 from kvstrata.store.promotion import Batch, Promoter
 from kvstrata.store.publication import Publisher
 
@@ -36,8 +37,8 @@ class LayerAhead:
 
     histories: those of the request's sequences; chunks that they share are held and read once. `replace` exchanges
     them. tables: of each history. windows: for each layer the tokens that a row sees, its own included, or `None` for
-    all. segment: the tensor of a slot, uint8. promoter, publisher: None without a file tier. budget_for: turns slots
-    into the bytes of a budget that would give that many. depth: layers in flight.
+    all. segment: the tensor of a slot, uint8. promoter, publisher: None without a file tier. host: a tier in between,
+    or None. budget_for: turns slots into the bytes of a budget that would give that many. depth: layers in flight.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LayerAhead:
         depth: int = 2,
         clock: Clock = time.perf_counter,
         windows: Sequence[int | None] | None = None,
+        host: HostCache | None = None,
     ) -> None:
         self.directory: Directory = histories[0].directory
         self.layers = self.directory.layers
@@ -61,6 +63,7 @@ class LayerAhead:
         self._segment = segment
         self._promoter = promoter
         self._publisher = publisher
+        self._host = host
         self._budget_for = budget_for
         self._wanted_depth = depth
         self._clock = clock
@@ -115,12 +118,13 @@ class LayerAhead:
         if batch is not None:
             start = self._clock()
             # Taken off the list afterwards: an interrupt while waiting must not lose the slots.
-            nbytes, read_s = batch.finish()
+            arrival = batch.finish()
             del self._staged[layer]
             self._stall_s += self._clock() - start
-            self._moved_bytes += nbytes
+            self._moved_bytes += arrival.nbytes
+            self._host_bytes += arrival.host_bytes
             self._moved_segments += len(batch.items)
-            self._read_s += read_s
+            self._read_s += arrival.read_s
             for tables, history in zip(self.tables, self.histories, strict=True):
                 tables.enter_chunks(history, layer)
         window = self.windows[layer]
@@ -132,7 +136,7 @@ class LayerAhead:
     def after_layer(self, layer: int) -> None:
         """Give the cold segments of `layer` up and start reading for a later layer."""
         for record in self._cold:
-            self.directory.evict(record, layer)
+            self._evict(record, layer)
         if self._cold or self._staged:
             self._stage()
 
@@ -151,6 +155,7 @@ class LayerAhead:
             stall_s=self._stall_s,
             read_s=self._read_s,
             sealed=sealed,
+            host_bytes=self._host_bytes,
         )
 
     def abort_step(self) -> None:
@@ -168,17 +173,17 @@ class LayerAhead:
         return list(self._staged.values())
 
     def yield_memory(self) -> None:
-        """Give up every slot that another request may use: all segments with a valid file replica.
+        """Give up every slot that another request may use: all segments of which another valid copy is left.
 
-        Blocks while segments are being written.
+        Blocks while segments are being written or copied.
         """
         self.abort_step()
         for record in self._union():
             if record.file is FileReplicaState.WRITING and self._publisher is not None:
                 self._publisher.wait(record)
-            if record.evictable:
+            if record.evictable or self._demote(record):
                 for layer in range(self.layers):
-                    self.directory.evict(record, layer)
+                    self._evict(record, layer)
 
     def close(self) -> None:
         """End what is under way and let go of the arena's memory."""
@@ -275,7 +280,12 @@ class LayerAhead:
             self._await(unsafe[0], tried)
 
     def _await(self, record: ChunkRecord, tried: set[bytes]) -> None:
-        """Wait until `record` has been written; try it again once where it had failed."""
+        """Wait until `record` has been written; try it again once where it had failed.
+
+        Where it cannot be written, a copy in the host tier will do.
+        """
+        if self._publisher is None and self._demote(record):
+            return
         if self._publisher is None:
             chunks, tails = len(self._records), sum(len(history.tail) for history in self.histories)
             need = self._budget_for((chunks + tails) * self.layers)
@@ -287,6 +297,8 @@ class LayerAhead:
             )
         if record.file is not FileReplicaState.WRITING:
             # An earlier failure may be over by now; one that repeats is the caller's to see.
+            if record.digest in tried and self._demote(record):
+                return
             if record.digest in tried:
                 raise record.failure or StoreError(Reason.STORE_IO, "a chunk could not be written")
             tried.add(record.digest)
@@ -310,7 +322,16 @@ class LayerAhead:
             if record.evictable:
                 for layer, window in enumerate(self.windows):
                     if record.digest not in kept or window not in reading:
-                        self.directory.evict(record, layer)
+                        self._evict(record, layer)
+
+    def _evict(self, record: ChunkRecord, layer: int) -> None:
+        """Free the device's slot of one segment, after a copy to the host tier where there is one with room."""
+        if self._host is not None and record.grants[layer] is not None:
+            self._host.demote(record, layer)
+        self.directory.evict(record, layer)
+
+    def _demote(self, record: ChunkRecord) -> bool:
+        return self._host is not None and record.resident == self.layers and self._host.demote_whole(record)
 
     def _needed(self, layer: int) -> list[tuple[ChunkRecord, int]]:
         window = self.windows[layer]
@@ -353,6 +374,7 @@ class LayerAhead:
         self._visible = sum(history.frontier + count for history, count in active)
         self._tail_rows = sum(history.frontier - history.sealed + count for history, count in active)
         self._moved_bytes = 0
+        self._host_bytes = 0
         self._moved_segments = 0
         self._stall_s = 0.0
         self._read_s = 0.0

@@ -29,6 +29,7 @@ class LedgerBook:
         self._workspace = workspace_bytes
         self._resident_bytes = 0
         self._moved_bytes = 0
+        self._host_bytes = 0
         self._stall_s = 0.0
         self._load_s = 0.0
         self._save_s = 0.0
@@ -43,6 +44,7 @@ class LedgerBook:
         self._computed += receipt.rows
         self._resident_bytes += receipt.resident_bytes
         self._moved_bytes += receipt.moved_bytes
+        self._host_bytes += receipt.host_bytes
         self._stall_s += receipt.stall_s
         self._load_s += receipt.read_s
 
@@ -104,6 +106,11 @@ class LedgerBook:
         published = [record for record in directory if record.file is FileReplicaState.PUBLISHED]
         tail_slots = sum(len(history.tail) * layers for history in histories)
         tail_rows = sum(history.frontier - history.sealed for history in histories)
+        host = directory.host
+        copies = sum(
+            max(0, sum(directory.valid_copies(record, layer) for layer in range(layers)) - layers)
+            for record in directory
+        )
         peak = arena.peak_slots * self._stride + self._workspace
         totals = publication or PublicationTotals()
         return Ledger(
@@ -111,17 +118,18 @@ class LedgerBook:
             budget_bytes=self._budget,
             device_bytes=arena.used_slots * self._stride + self._workspace,
             peak_device_bytes=peak,
-            host_bytes=0,
+            host_bytes=0 if host is None else host.used_slots * host.slot_bytes,
             file_bytes=len(published) * layers * segment,
             staging_bytes=staged_slots * self._stride,
             workspace_bytes=self._workspace,
             metadata_bytes=totals.metadata_bytes + self._metadata,
             fragmented_bytes=tail_slots * segment - tail_rows * row + arena.used_slots * (self._stride - segment),
-            duplicate_bytes=sum(record.resident for record in published) * segment,
+            duplicate_bytes=copies * segment,
             peak_over_logical=peak / logical if logical else 0.0,
             traffic={
                 "device": TierTraffic(self._resident_bytes + self._moved_bytes, 0, self._resident_bytes),
-                "file": TierTraffic(self._moved_bytes, self._moved_bytes, 0),
+                "host": TierTraffic(self._moved_bytes if host is not None else 0, self._host_bytes, 0),
+                "file": TierTraffic(self._moved_bytes - self._host_bytes, self._moved_bytes - self._host_bytes, 0),
                 "file_writes": TierTraffic(
                     totals.written_bytes + totals.present_bytes, totals.written_bytes, totals.present_bytes
                 ),

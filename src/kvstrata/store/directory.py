@@ -210,6 +210,11 @@ class Directory:
                 raise StateError(Reason.NOT_COMMITTED, "the host replica is the last valid one and cannot be evicted")
             self._release_host(record, layer)
 
+    def revoke_host(self, record: ChunkRecord, layer: int) -> None:
+        """Take a damaged host replica of one segment out of use, whatever else there is."""
+        with self._lock:
+            self._release_host(record, layer)
+
     def valid_copies(self, record: ChunkRecord, layer: int, leaving: Replica | None = None) -> int:
         """Copies of one segment that are valid under the current epoch, `leaving` not counted."""
         return sum(replica is not leaving and record.valid(replica, layer) for replica in record.replicas)

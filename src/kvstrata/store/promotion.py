@@ -1,4 +1,4 @@
-"""Segments come back from files into slots: reserve, copy, validate, and only then publish.
+"""Segments come back from lower tiers into slots: reserve, copy, validate, and only then publish.
 
 Reading happens on a small pool of threads; publishing happens on the caller's thread, so that a kernel never meets a
 table entry whose bytes are still arriving.
@@ -18,10 +18,11 @@ from kvstrata.errors import DamagedError, Reason, StoreError
 from kvstrata.ports import Clock
 from kvstrata.store.buffers import used_pages
 from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.store.host_cache import HostCache
 from kvstrata.tiers.files import ChunkFile, FileTier
 from kvstrata.tiers.memory import Grant
 
-__all__ = ["Batch", "OpenChunks", "Promoter", "Promotion"]
+__all__ = ["Arrival", "Batch", "OpenChunks", "Promoter", "Promotion"]
 
 
 class OpenChunks:
@@ -81,8 +82,18 @@ class Promotion:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """Bytes that a batch brought, those of them that came from the host tier, and seconds summed over readers."""
+
+    nbytes: int
+    host_bytes: int
+    read_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _PartResult:
     nbytes: int
+    host_bytes: int
     seconds: float
     error: StoreError | None
 
@@ -119,8 +130,8 @@ class Batch:
         except BaseException as error:  # noqa: BLE001 - whoever waits for the part is to see it
             future.set_exception(error)
 
-    def finish(self) -> tuple[int, float]:
-        """Wait, publish every segment, return (bytes read, seconds of service summed over readers). Blocks.
+    def finish(self) -> Arrival:
+        """Wait, publish every segment, and tell what that cost. Blocks.
 
         Errors: `DamagedError` when a segment is missing, short or altered, `StoreError` when it could not be read or
         not in time; nothing of the batch is published then and all of its slots are given back.
@@ -141,7 +152,11 @@ class Batch:
         for item in self.items:
             self._directory.publish(item.record, item.layer, item.grant)
         self._settled = True
-        return sum(result.nbytes for result in results), sum(result.seconds for result in results)
+        return Arrival(
+            sum(result.nbytes for result in results),
+            sum(result.host_bytes for result in results),
+            sum(result.seconds for result in results),
+        )
 
     def abandon(self) -> None:
         """Give the slots back once the readers have acknowledged. Blocks for that, but not past the deadline.
@@ -180,7 +195,10 @@ class Batch:
 
 
 class Promoter:
-    """Reads segments with `readers` threads. Owner calls `close`. timeout_s: longest wait for a batch."""
+    """Reads segments with `readers` threads. Owner calls `close`.
+
+    timeout_s: longest wait for a batch. host: a tier in between, which is asked first and keeps what passes through.
+    """
 
     def __init__(
         self,
@@ -190,8 +208,10 @@ class Promoter:
         readers: int = 1,
         clock: Clock = time.perf_counter,
         timeout_s: float = 30.0,
+        host: HostCache | None = None,
     ) -> None:
         self._timeout_s = timeout_s
+        self._host = host
         self.directory = directory
         self.layout = layout
         self.files = OpenChunks(tier)
@@ -240,25 +260,35 @@ class Promoter:
         self.files.close()
 
     def _read(self, promotions: Sequence[Promotion]) -> _PartResult:
-        start, nbytes = self._clock(), 0
+        start, nbytes, host_bytes = self._clock(), 0, 0
         backing = self.directory.arena.backing
         for item in promotions:
-            identity = item.record.identity
+            slot, tokens = item.grant.slot, len(item.record.identity.token_ids)
             try:
-                file = self.files.check_out(identity.digest)
-                try:
-                    if file.layout != self.layout or file.layers != self.directory.layers:
-                        raise DamagedError(
-                            Reason.CHUNK_FOREIGN,
-                            f"chunk {identity.digest.hex()[:16]} is stored in another layout: {file.layout}",
-                            chunk=identity.digest.hex(),
-                        )
-                    slot = item.grant.slot
-                    buffers = used_pages(backing.writable(slot), self.layout, len(identity.token_ids))
-                    nbytes += file.read_into(item.layer, buffers)
-                    backing.flush(slot)
-                finally:
-                    self.files.check_in(file)
+                buffers = used_pages(backing.writable(slot), self.layout, tokens)
+                loaded = self._host.load(item.record, item.layer, buffers) if self._host is not None else None
+                if loaded is None:
+                    nbytes += self._read_file(item, buffers)
+                else:
+                    nbytes, host_bytes = nbytes + loaded, host_bytes + loaded
+                backing.flush(slot)
             except StoreError as error:
-                return _PartResult(nbytes, self._clock() - start, error)
-        return _PartResult(nbytes, self._clock() - start, None)
+                return _PartResult(nbytes, host_bytes, self._clock() - start, error)
+        return _PartResult(nbytes, host_bytes, self._clock() - start, None)
+
+    def _read_file(self, item: Promotion, buffers: Sequence[memoryview]) -> int:
+        name = item.record.digest
+        file = self.files.check_out(name)
+        try:
+            if file.layout != self.layout or file.layers != self.directory.layers:
+                raise DamagedError(
+                    Reason.CHUNK_FOREIGN,
+                    f"chunk {name.hex()[:16]} is stored in another layout: {file.layout}",
+                    chunk=name.hex(),
+                )
+            nbytes = file.read_into(item.layer, buffers)
+            if self._host is not None:
+                self._host.stage(item.record, item.layer, buffers, file.checksum(item.layer))
+            return nbytes
+        finally:
+            self.files.check_in(file)

@@ -122,6 +122,10 @@ class ChunkFile:
             raise self._mismatch(f"layer {layer} does not match its checksum")
         return done
 
+    def checksum(self, layer: int) -> bytes:
+        """The xxh3_128 that `read_into` holds the segment of `layer` to."""
+        return self._checksums[layer]
+
     def verify_payload(self) -> ReadReceipt:
         """Read everything once: every segment against its xxh3_128, the whole against the tenant's keyed BLAKE3.
 

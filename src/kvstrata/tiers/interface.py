@@ -37,6 +37,10 @@ class ChunkReader(Protocol):
         `ChunkFile.read_into`."""
         ...
 
+    def checksum(self, layer: int) -> bytes:
+        """The xxh3_128 that `read_into` holds the segment of `layer` to."""
+        ...
+
     def verify_payload(self) -> ReadReceipt:
         """Read and verify everything once. Blocks. Errors: as `read_into`."""
         ...

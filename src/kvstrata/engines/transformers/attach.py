@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from kvstrata.contract.identity import ModelIdentity, Namespace
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.cost.residency import required_slots
@@ -31,6 +33,7 @@ def attach(
     store: Store | str | os.PathLike[str],
     *,
     budget: int | str | None = None,
+    host_budget: int | str | None = None,
     model_id: str | None = None,
     adapters: Sequence[str] | None = None,
     tenant: str = "default",
@@ -39,6 +42,7 @@ def attach(
     prefill_chunk: int = 512,
     readers: int = 1,
     read_timeout_s: float = 30.0,
+    wipe: bool = False,
     threads: int | None = None,
     kernel_level: str | None = None,
     compile: bool = False,  # noqa: A002 - the name that PyTorch's users look for
@@ -49,11 +53,14 @@ def attach(
     - store: an open `Store`, or a directory that is opened (and made if it is not there) for the block.
     - budget: bytes of fast memory for arena, staging and workspace, as a number or like `"64MiB"`; `None` takes what
       the model's whole context needs, at most half of the device's memory.
+    - host_budget: bytes of host memory for a tier between the device and the files, or `None` for none. What leaves the
+      device is copied there first, and comes back without a read. It also keeps what cannot be written to files.
     - model_id: the caller's own name for the weights; without it a digest of the artefact, or of the live weights.
     - adapters: names of the adapters that are loaded, in order.
     - tenant, salt: nothing is shared across either.
     - chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows that a forward step computes at once.
     - readers: threads that read files. read_timeout_s: longest wait for a layer's segments, in seconds.
+    - wipe: zero every slot of memory before it is used for something else, and all of them at the end.
     - threads: threads of the kernels (default: PyTorch's).
     - kernel_level: a native level, or `torch`; default: the best one that is built and runs here.
     - compile: run steps of one token a sequence by `torch.compile`, from the first such step on, which waits for the
@@ -82,6 +89,7 @@ def attach(
     stride = -(-layout.segment_bytes // 4096) * 4096
     capacity = device_memory(module.device)
     slots, total = _slots(layout, context.abi.layers, limit, prefill_chunk, stride, workspace, budget, capacity)
+    host_slots = _host_slots(host_budget, stride)
     owns = not isinstance(store, Store)
     # The store comes last: what fails before it leaves no lock behind.
     kernel = DecodeAttention(layout, threads=threads, level=kernel_level)
@@ -103,6 +111,8 @@ def attach(
         read_timeout_s=read_timeout_s,
         owns_store=owns,
         compiled=compile,
+        host_slots=host_slots,
+        wipe=wipe,
     )
 
 
@@ -119,6 +129,19 @@ def parse_bytes(value: int | str, field: str = "budget") -> int:
             'write it like 67108864 or "64MiB"',
         )
     return amount
+
+
+def _host_slots(budget: int | str | None, stride: int) -> int:
+    if budget is None:
+        return 0
+    total, memory = parse_bytes(budget, "host_budget"), device_memory(torch.device("cpu"))
+    if not stride <= total <= memory:
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT,
+            f"host_budget={budget!r} must be from {stride} bytes, one segment, to the {memory} bytes that the host has",
+            "pass an amount in that range, or None for no host tier",
+        )
+    return total // stride
 
 
 def _slots(

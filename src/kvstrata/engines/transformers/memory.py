@@ -28,6 +28,7 @@ from kvstrata.runtime.ledger import LedgerBook
 from kvstrata.sessions.persistence import restore_session, save_session
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.history import History
+from kvstrata.store.host_cache import host_arena, open_host_cache
 from kvstrata.store.promotion import Promoter
 from kvstrata.store.publication import Publisher
 from kvstrata.store.store import Store
@@ -59,6 +60,8 @@ class Memory:
         clock: Clock = time.perf_counter,
         owns_store: bool = False,
         compiled: bool = False,
+        host_slots: int = 0,
+        wipe: bool = False,
     ) -> None:
         self.model = model
         self.store = store
@@ -85,8 +88,10 @@ class Memory:
         self._active: Request | None = None
         self.wrapping = Wrapping(self, compiled)
         self._backing = open_backing(layout.segment_bytes, slots, self.device)
-        self.arena = MemoryArena(layout.segment_bytes, self._backing)
-        self.directory = Directory(self.arena, context.abi.layers)
+        self.arena = MemoryArena(layout.segment_bytes, self._backing, wipe=wipe)
+        self._host_arena = host_arena(layout.segment_bytes, host_slots, wipe=wipe) if host_slots else None
+        self.directory = Directory(self.arena, context.abi.layers, self._host_arena)
+        self.host = open_host_cache(self.directory)
         self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
         self._publisher = Publisher(self.directory, store.tier, layout, clock) if not store.read_only else None
         self._promoter: Promoter | None = None
@@ -101,7 +106,13 @@ class Memory:
                 self._discard()
             raise
         self._promoter = Promoter(
-            self.directory, self.store.tier, self.layout, self._readers, self._clock, self._read_timeout_s
+            self.directory,
+            self.store.tier,
+            self.layout,
+            self._readers,
+            self._clock,
+            self._read_timeout_s,
+            host=self.host,
         )
         if self._publisher is not None:
             self._publisher.start()
@@ -131,6 +142,8 @@ class Memory:
     def _discard(self) -> None:
         self._closed = True
         self.arena.close()
+        if self._host_arena is not None:
+            self._host_arena.close()
         if self._owns_store:
             self.store.close()
 
@@ -147,6 +160,7 @@ class Memory:
             self._budget_for,
             clock=self._clock,
             windows=[rule.window for rule in self.rules],
+            host=self.host,
         )
         request = Request(self, Row(history), plan)
         self._requests.append(request)
@@ -228,7 +242,7 @@ class Memory:
         """
         inner = self._inner()
         request = self.require_own(request or self.latest)
-        sequence = request.row if row is None else _sequence(request, row)
+        sequence = request.row if row is None else request.row_at(row)
         request.keep_drafts()
         request.replay(inner, ())
         while True:
@@ -382,11 +396,3 @@ class Memory:
         if original is None:
             raise StateError(Reason.CLOSED, "the memory is not attached", "use it inside its `with` block")
         return original
-
-
-def _sequence(request: Request, row: int) -> Row:
-    if not 0 <= row < len(request.rows):
-        raise ConfigurationError(
-            Reason.INVALID_ARGUMENT, f"row={row} of a request of {len(request.rows)}", "count its sequences from 0"
-        )
-    return request.rows[row]

@@ -57,6 +57,14 @@ class Request:
             )
         return self.rows[0]
 
+    def row_at(self, index: int) -> Row:
+        """One of its sequences. Errors: `ConfigurationError` for an index that it does not have."""
+        if not 0 <= index < len(self.rows):
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT, f"row={index} of a request of {len(self.rows)}", "count its sequences from 0"
+            )
+        return self.rows[index]
+
     @property
     def history(self) -> History:
         """Rows of the only sequence."""
