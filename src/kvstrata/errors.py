@@ -67,6 +67,10 @@ class Reason(StrEnum):
     NOT_ADMITTED = "not_admitted"
     CHEAPER_TO_RECOMPUTE = "cheaper_to_recompute"
 
+    CREDIT_PRESSURE = "credit_pressure"
+    QUEUE_FULL = "queue_full"
+    DEADLINE = "deadline"
+
     CHUNK_MISSING = "chunk_missing"
     CHUNK_TRUNCATED = "chunk_truncated"
     CHUNK_DAMAGED = "chunk_damaged"
