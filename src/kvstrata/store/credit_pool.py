@@ -33,7 +33,8 @@ class CreditPool:
         self._serial = 0
         self._held: dict[int, Reservation] = {}
         self._releases = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def free(self) -> Credits:
@@ -53,13 +54,15 @@ class CreditPool:
     @property
     def outstanding(self) -> tuple[Reservation, ...]:
         """Reservations not released yet, oldest first."""
-        with self._changed:
+        with self._lock:
             return tuple(self._held.values())
 
     def reserve(self, *wanted: tuple[object, Credits]) -> tuple[Reservation, ...] | Credit:
         """One reservation for every (owner, amount), or nothing and the resource that is short. Does not block."""
-        amount = wanted[0][1] if len(wanted) == 1 else _total([each for _, each in wanted])
-        with self._changed:
+        amount = wanted[0][1]
+        for _, each in wanted[1:]:
+            amount += each
+        with self._lock:
             short = shortage(self._free, amount)
             if short is not None:
                 return short
@@ -73,21 +76,22 @@ class CreditPool:
 
     def release(self, reservation: Reservation) -> None:
         """Give the credits back. Errors: `StateError` when they were given back before, or are another pool's."""
-        with self._changed:
+        if not self.give_back(reservation):
+            raise StateError(
+                Reason.NOT_COMMITTED, f"reservation {reservation.serial} was released before; credits return once"
+            )
+
+    def give_back(self, reservation: Reservation) -> bool:
+        """As `release`, for a caller that may have been interrupted after it; whether they were still out."""
+        with self._lock:
             if self._held.get(reservation.serial) is not reservation:
-                raise StateError(
-                    Reason.NOT_COMMITTED, f"reservation {reservation.serial} was released before; credits return once"
-                )
+                return False
             free = self._free + reservation.amount
             del self._held[reservation.serial]
             self._free = free
             self._releases += 1
             self._changed.notify_all()
-
-    def holds(self, reservation: Reservation) -> bool:
-        """Whether it has not been released yet."""
-        with self._changed:
-            return self._held.get(reservation.serial) is reservation
+            return True
 
     def wait(self, seen: int, seconds: float) -> bool:
         """Block until something is released after the `seen`-th release, or `seconds` have passed; whether it was."""

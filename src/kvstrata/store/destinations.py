@@ -65,11 +65,11 @@ class SlotDestination:
         """Compare cache generation, then allocation generation and owner of every slot."""
         if self._fresh is not None and not self._fresh():
             return TransferOutcome.STALE_CACHE_GENERATION
-        belongs = self.arena.belongs
-        for grant, owner in zip(self.grants, self.owners, strict=True):
-            if not belongs(grant, owner):
-                current = self.arena.generations[grant.slot] == grant.generation
-                return TransferOutcome.IDENTITY_MISMATCH if current else TransferOutcome.RECYCLED_DESTINATION
+        index = self.arena.first_stale(self.grants, self.owners)
+        if index is not None:
+            grant = self.grants[index]
+            current = self.arena.generations[grant.slot] == grant.generation
+            return TransferOutcome.IDENTITY_MISMATCH if current else TransferOutcome.RECYCLED_DESTINATION
         return TransferOutcome.READY
 
     def publish(self) -> None:

@@ -56,6 +56,7 @@ class StagedTransfer:
         self._result: TransferResult | None = None
         self._cancelled = False
         self._returned = False
+        self._left = False
 
     def start(self, wait_s: float = 0.0) -> Refusal | None:
         """Admit the first hop; `None` when it is on its way. Does not block but for `wait_s`."""
@@ -90,7 +91,7 @@ class StagedTransfer:
             stages=(first.receipt, second.receipt),
         )
         self._result = TransferResult(second.outcome, receipt, second.error)
-        self._staged()
+        self._leave_stage()
         return self._result
 
     def cancel(self) -> None:
@@ -101,7 +102,7 @@ class StagedTransfer:
             self._hop.cancel()
         if isinstance(self._next, Waiter):
             self._next.cancel()
-            self._staged()
+            self._leave_stage()
         else:
             self._give_back_final()
 
@@ -117,7 +118,14 @@ class StagedTransfer:
             refused = isinstance(self._next, Refusal)
         if refused:
             self._give_back_final()
-            self._staged()
+            self._leave_stage()
+
+    def _leave_stage(self) -> None:
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+        self._staged()
 
     def _give_back_final(self) -> None:
         with self._lock:

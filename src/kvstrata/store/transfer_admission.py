@@ -96,11 +96,9 @@ class Admission:
 
     def refuse(self, credit: Credit, nbytes: int, staging: int, waited: float) -> Refusal:
         """The refusal for credits that did not come in time."""
-        with self._book.changed:
+        with self._book.lock:
             self._book.counts["refused"] += 1
         free, total = self._book.pool.free, self._book.pool.total
-        detail = (
-            f"{self._queue.direction}: {nbytes} bytes, {staging} staged, lack {credit} credits; free {free} of {total}"
-        )
+        detail = f"{self._queue.direction}: {nbytes} bytes, {staging} staged, lack {credit}; free {free} of {total}"
         reason = Reason.QUEUE_FULL if credit is Credit.QUEUE else Reason.CREDIT_PRESSURE
         return Refusal(reason, detail, credit, waited)

@@ -26,8 +26,8 @@ _ENDS = {
 
 class TransferBook:
     """waiters: everybody whose destination or credits are still out. queue: transfers not started, in order; dead ones
-    are left in it and skipped. open: units that others may join. copying: by generation, until acknowledged. changed: the
-    lock, and what tells sleepers to look again.
+    are left in it and skipped. open: units that others may join. copying: by generation, until acknowledged. lock: of
+    all this. changed: tells sleepers to look again.
     """
 
     def __init__(self, pool: CreditPool) -> None:
@@ -40,7 +40,8 @@ class TransferBook:
         self.counts: Counter[str] = Counter()
         self.queue_s = 0.0
         self.service_s = 0.0
-        self.changed = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
 
     def end(self, waiter: Waiter, outcome: TransferOutcome, error: StoreError | None = None) -> None:
         """Give the waiter its result; what it holds is given back at once, or when the copier has acknowledged."""
@@ -59,8 +60,7 @@ class TransferBook:
         if waiter.state is not WaiterState.READY:
             waiter.destination.release()
         if waiter.credits is not None:
-            if self.pool.holds(waiter.credits):
-                self.pool.release(waiter.credits)
+            self.pool.give_back(waiter.credits)
             waiter.credits = None
         self.waiters.pop(waiter, None)
 
@@ -82,8 +82,7 @@ class TransferBook:
     def return_backend(self, transfer: Transfer) -> None:
         """The read is over, or never began: pinned memory and link are free."""
         if transfer.credits is not None:
-            if self.pool.holds(transfer.credits):
-                self.pool.release(transfer.credits)
+            self.pool.give_back(transfer.credits)
             transfer.credits = None
 
     def release(self, transfer: Transfer) -> None:

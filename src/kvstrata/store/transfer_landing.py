@@ -36,7 +36,7 @@ class Landing:
     def land(self, transfer: Transfer) -> None:
         """From the acknowledgement to VALIDATED, FAILED or RELEASED. May be repeated after an interruption."""
         outcome, error = verdict(transfer)
-        with self._book.changed:
+        with self._book.lock:
             self._book.close(transfer)
             if transfer.state is TransferState.COPYING:
                 transfer.move(TransferState.COPIED)
@@ -51,7 +51,7 @@ class Landing:
             raise
         finally:
             # Not READY unless every destination was filled, also when it was Ctrl-C that stopped the filling.
-            with self._book.changed:
+            with self._book.lock:
                 self._book.settle(transfer, outcome, error)
                 self._book.changed.notify_all()
         for waiter in waiting:
@@ -68,7 +68,7 @@ class Landing:
                 self._copier.duplicate(transfer.primary.destination, waiter.destination)
                 self._book.counts["coalesced_bytes"] += transfer.nbytes
                 continue
-            with self._book.changed:
+            with self._book.lock:
                 if waiter.state is WaiterState.WAITING:
                     self._book.end(waiter, found)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from kvstrata.contract.identity import Namespace
@@ -38,7 +39,7 @@ class SegmentSource(NamedTuple):
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitKey:
     """What is read, with everything that decides bytes and meaning. Requests share a read only when all of it is equal.
 
@@ -52,6 +53,14 @@ class UnitKey:
     layout: SegmentLayout
     source: str
     codec: str = "none"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Taken once: a layer's cold set has many segments, and every look-up would walk them again."""
+        return hash((self.namespace, self.context, self.segments, self.layout, self.source, self.codec))
 
 
 class TransferOutcome(StrEnum):

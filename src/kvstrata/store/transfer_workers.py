@@ -34,7 +34,7 @@ class TransferWorkers:
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the threads after the copies under way; whether all have ended within `timeout_s`. Blocks. Idempotent."""
-        with self._queue.changed:
+        with self._queue.lock:
             self._stopping = True
             self._queue.changed.notify_all()
         for thread in self._threads:
@@ -53,7 +53,7 @@ class TransferWorkers:
         queue = self._queue
         try:
             while True:
-                with queue.changed:
+                with queue.lock:
                     while not queue.runnable and not self._stopping:
                         queue.changed.wait()
                     if self._stopping:
@@ -63,6 +63,6 @@ class TransferWorkers:
                 except Exception:  # noqa: BLE001, S112 - whoever waits for the transfer is given it
                     continue
         finally:
-            with queue.changed:
+            with queue.lock:
                 queue.workers -= 1
                 queue.changed.notify_all()

@@ -66,6 +66,7 @@ class TransferQueue:
         self.workers = 0
         self.closed = False
         self.book = TransferBook(pool)
+        self.lock = self.book.lock
         self.changed = self.book.changed
         self._admission = Admission(self, self.book)
         self._landing = Landing(self.book, copier)
@@ -74,7 +75,7 @@ class TransferQueue:
     @property
     def totals(self) -> DirectionTotals:
         """What was done so far."""
-        with self.changed:
+        with self.lock:
             return DirectionTotals(**dict(self.book.counts), queue_s=self.book.queue_s, service_s=self.book.service_s)
 
     @property
@@ -106,7 +107,7 @@ class TransferQueue:
         began = self.clock()
         while True:
             seen = self.pool.releases
-            with self.changed:
+            with self.lock:
                 answer = self._admission.admit(unit, nbytes, destination, deadline, cross_numa, then)
             if not isinstance(answer, Credit):
                 return answer
@@ -120,7 +121,7 @@ class TransferQueue:
 
         thread: the one that copies before it does anything else, so that `reclaim` on it knows that the copy has ended.
         """
-        with self.changed:
+        with self.lock:
             book, now = self.book, self.clock()
             book.expire(now)
             while book.queue:
@@ -142,7 +143,7 @@ class TransferQueue:
 
         Told apart by generation, in whatever order they come; one that was acknowledged before changes nothing.
         """
-        with self.changed:
+        with self.lock:
             transfer = self.book.copying.get(event.generation)
             if transfer is None or transfer.event is not None:
                 waiting = transfer is None and any(each.generation == event.generation for each in self.book.queue)
@@ -183,7 +184,7 @@ class TransferQueue:
 
     def poll(self, waiter: Waiter) -> TransferResult | None:
         """See `Waiter.poll`."""
-        with self.changed:
+        with self.lock:
             if waiter.result is not None:
                 return waiter.result
             transfer = waiter.transfer
@@ -203,7 +204,7 @@ class TransferQueue:
                 if not self.run_one():
                     raise StateError(Reason.NOT_COMMITTED, f"nobody copies {self.direction}: the waiter would wait on")
                 continue
-            with self.changed:
+            with self.lock:
                 transfer = waiter.transfer
                 if waiter.result is None and transfer is not None and not transfer.landed:
                     left = waiter.deadline - self.clock()
@@ -212,7 +213,7 @@ class TransferQueue:
 
     def cancel(self, waiter: Waiter) -> None:
         """See `Waiter.cancel`."""
-        with self.changed:
+        with self.lock:
             if waiter.state is WaiterState.WAITING:
                 self.book.end(waiter, TransferOutcome.CANCELLED)
                 self.changed.notify_all()
@@ -223,7 +224,7 @@ class TransferQueue:
 
     def expire(self) -> int:
         """End the waiting of everybody whose deadline is over; returns how many. Also done by `poll` and `start`."""
-        with self.changed:
+        with self.lock:
             late = self.book.expire(self.clock())
             if late:
                 self.changed.notify_all()
@@ -231,7 +232,7 @@ class TransferQueue:
 
     def reset(self) -> None:
         """Cancel everything. Acknowledgements of what was under way are STALE, and free its slots and credits."""
-        with self.changed:
+        with self.lock:
             for waiter in list(self.book.waiters):
                 if waiter.state is WaiterState.WAITING:
                     self.book.end(waiter, TransferOutcome.CANCELLED)
@@ -243,7 +244,7 @@ class TransferQueue:
         wanted: waiters that somebody will finish or cancel. Returns the destinations that are still out, because they
         are wanted or because a copier has not acknowledged.
         """
-        with self.changed:
+        with self.lock:
             for waiter in list(self.book.waiters):
                 if waiter.state is WaiterState.WAITING and waiter not in wanted:
                     if waiter.transfer is None:
@@ -261,14 +262,14 @@ class TransferQueue:
             if transfer.event is None:
                 transfer.event = interrupted(transfer)
             self._landing.land(transfer)
-        with self.changed:
+        with self.lock:
             self.book.reclaim()
             self.changed.notify_all()
             return [waiter.destination for waiter in self.book.waiters]
 
     def close(self) -> None:
         """Admit nothing more and cancel what waits. What is being copied is released when it is acknowledged."""
-        with self.changed:
+        with self.lock:
             self.closed = True
         self.reset()
 

@@ -15,7 +15,7 @@ import torch
 from kvstrata.errors import Reason, UnsupportedError
 from kvstrata.tiers.memory import Backing, HostBacking
 
-__all__ = ["CudaBacking", "HostTensorBacking", "TensorBacking", "device_memory", "open_backing"]
+__all__ = ["CudaBacking", "HostTensorBacking", "PinnedPool", "TensorBacking", "device_memory", "open_backing"]
 
 
 class TensorBacking(Backing, Protocol):
@@ -45,45 +45,102 @@ class HostTensorBacking(HostBacking):
         super().close()
 
 
-class CudaBacking:
-    """Device memory; bytes pass through pinned host memory on a stream of their own.
+class PinnedPool:
+    """At most `buffers` pinned host buffers of `nbytes` each, made when first needed and reused. Thread-safe.
 
-    Not tested on hardware so far. `flush` first waits for the kernels queued on the default stream, so that a slot
-    which changed hands is not overwritten under a kernel that still reads it.
+    Pinned memory is finite host state. When every buffer is out, `take` returns pageable memory, which copies slower and
+    never waits for a buffer that nobody may give back.
     """
 
-    def __init__(self, slot_bytes: int, slots: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, buffers: int) -> None:
+        self.nbytes = nbytes
+        self.buffers = buffers
+        self.made = 0
+        self._free: list[torch.Tensor] = []
+        self._pinned: set[int] = set()
+        self._lock = threading.Lock()
+
+    def take(self) -> torch.Tensor:
+        """A uint8 buffer, pinned while there are any; `put` it back once no copy uses it."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self.made < self.buffers:
+                buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+                self.made += 1
+                self._pinned.add(buffer.data_ptr())
+                return buffer
+        return torch.empty(self.nbytes, dtype=torch.uint8)
+
+    def put(self, buffer: torch.Tensor) -> None:
+        """Give a buffer back; pageable ones are dropped."""
+        with self._lock:
+            if buffer.data_ptr() in self._pinned:
+                self._free.append(buffer)
+
+
+class CudaBacking:
+    """Device memory; bytes pass through pinned host memory on a stream for each direction.
+
+    Not tested on hardware so far. A copy in waits for the kernels queued on the compute stream, so that a slot which
+    changed hands is not overwritten under a kernel that still reads it; the compute stream waits for the event after
+    the copy, so that no later kernel reads the slot before its bytes are there. A copy out waits for the compute
+    stream too. staging: pinned buffers kept for both directions together.
+    """
+
+    def __init__(self, slot_bytes: int, slots: int, device: torch.device, staging: int = 8) -> None:
         self.slots = slots
         self.stride = -(-slot_bytes // 256) * 256
         memory = torch.empty(self.stride * slots, dtype=torch.uint8, device=device)
         self._tensors = [memory[i * self.stride : i * self.stride + slot_bytes] for i in range(slots)]
-        self._stream = torch.cuda.Stream(device)
         self._device = device
-        self._staging: dict[int, torch.Tensor] = {}
+        self._to_device = torch.cuda.Stream(device)
+        self._to_host = torch.cuda.Stream(device)
+        self.staging = PinnedPool(slot_bytes, staging)
+        self._filling: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def segment(self, slot: int) -> torch.Tensor:
         return self._tensors[slot]
 
     def readable(self, slot: int) -> memoryview:
-        return self._tensors[slot].cpu().numpy().data
+        """A copy in pageable memory: a publisher holds many slots at once, more than there are pinned buffers."""
+        buffer = self.staging.take()
+        try:
+            self._to_host.wait_stream(torch.cuda.default_stream(self._device))
+            with torch.cuda.stream(self._to_host):
+                buffer.copy_(self._tensors[slot], non_blocking=True)
+                copied = self._to_host.record_event()
+            copied.synchronize()
+            return memoryview(buffer.numpy().tobytes())
+        finally:
+            self.staging.put(buffer)
 
     def writable(self, slot: int) -> memoryview:
-        staging = torch.empty(self._tensors[slot].numel(), dtype=torch.uint8, pin_memory=True)
+        """The same buffer until `flush`, so that a slot which was begun and given up keeps no second one."""
         with self._lock:
-            self._staging[slot] = staging
-        return staging.numpy().data
+            buffer = self._filling.get(slot)
+            if buffer is None:
+                buffer = self._filling[slot] = self.staging.take()
+        return memoryview(buffer.numpy())
 
     def flush(self, slot: int) -> None:
         with self._lock:
-            staging = self._staging.pop(slot)
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._tensors[slot].copy_(staging, non_blocking=True)
-        self._stream.synchronize()
+            buffer = self._filling.pop(slot)
+        compute = torch.cuda.default_stream(self._device)
+        try:
+            self._to_device.wait_stream(compute)
+            with torch.cuda.stream(self._to_device):
+                self._tensors[slot].copy_(buffer, non_blocking=True)
+                copied = self._to_device.record_event()
+            compute.wait_event(copied)
+            copied.synchronize()
+        finally:
+            self.staging.put(buffer)
 
     def close(self) -> None:
         self._tensors.clear()
+        self._filling.clear()
 
 
 def open_backing(slot_bytes: int, slots: int, device: torch.device) -> TensorBacking:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -142,6 +142,15 @@ class MemoryArena:
         """Whose reservation it is, or `None` once it stands no longer."""
         with self._lock:
             return self._owners[grant.slot] if self._generation[grant.slot] == grant.generation else None
+
+    def first_stale(self, grants: Sequence[Grant], owners: Sequence[Hashable]) -> int | None:
+        """Index of the first reservation for which `belongs` would be false, or `None` when all of them stand."""
+        generation, owned = self._generation, self._owners
+        with self._lock:
+            for index, (slot, wanted) in enumerate(grants):
+                if generation[slot] != wanted or owned[slot] != owners[index]:
+                    return index
+            return None
 
     def hold(self, grant: Grant, owner: Hashable) -> None:
         """Keep the slot's bytes in place until `let_go`, whatever its owner does. Errors: as `publish`."""
