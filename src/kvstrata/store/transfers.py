@@ -185,17 +185,17 @@ class TransferQueue:
     def poll(self, waiter: Waiter) -> TransferResult | None:
         """See `Waiter.poll`."""
         with self.lock:
-            if waiter.result is not None:
-                return waiter.result
             transfer = waiter.transfer
             assert transfer is not None
-            if not transfer.landed:
-                self.book.expire(self.clock())
-            else:
-                self._landing.publish(waiter, transfer)
-            if transfer.raised is not None:
+            if waiter.result is None:
+                if transfer.landed:
+                    self._landing.publish(waiter, transfer)
+                else:
+                    self.book.expire(self.clock())
+            result = waiter.result
+            if result is not None and result.outcome is TransferOutcome.FAILED and transfer.raised is not None:
                 raise transfer.raised
-            return waiter.result
+            return result
 
     def finish(self, waiter: Waiter) -> TransferResult:
         """See `Waiter.finish`. Without worker threads it copies itself, whatever is queued before included."""

@@ -48,8 +48,8 @@ class HostTensorBacking(HostBacking):
 class PinnedPool:
     """At most `buffers` pinned host buffers of `nbytes` each, made when first needed and reused. Thread-safe.
 
-    Pinned memory is finite host state. When every buffer is out, `take` returns pageable memory, which copies slower and
-    never waits for a buffer that nobody may give back.
+    Pinned memory is finite host state. When every buffer is out, `take` returns pageable memory, which copies slower
+    and never waits for a buffer that nobody may give back.
     """
 
     def __init__(self, nbytes: int, buffers: int) -> None:
@@ -122,7 +122,7 @@ class CudaBacking:
             buffer = self._filling.get(slot)
             if buffer is None:
                 buffer = self._filling[slot] = self.staging.take()
-        return memoryview(buffer.numpy())
+        return buffer.numpy().data
 
     def flush(self, slot: int) -> None:
         with self._lock:
