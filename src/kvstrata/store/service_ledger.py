@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from kvstrata.cost.bounds import require_finite
-from kvstrata.cost.service_rates import Direction, ServiceObservation, ServiceRates, fit_rate
+from kvstrata.cost.service_rates import Direction, ServiceObservation, ServiceRate, ServiceRates, fit_rate
 
 __all__ = ["ServiceLedger"]
 
@@ -22,19 +22,24 @@ class ServiceLedger:
         self._window = window
         self._lock = threading.Lock()
         self._samples: dict[tuple[str, Direction], deque[tuple[int, float]]] = {}
-        self._fitted: ServiceRates | None = None
+        self._fitted: dict[tuple[str, Direction], ServiceRate] = {}
+        self._rates = ServiceRates()
 
     def record(self, observation: ServiceObservation) -> None:
         """Note one completed transfer; O(1)."""
+        place = (observation.tier, observation.direction)
         with self._lock:
-            place = (observation.tier, observation.direction)
             samples = self._samples.setdefault(place, deque(maxlen=self._window))
             samples.append((observation.nbytes, observation.seconds))
-            self._fitted = None
+            self._fitted.pop(place, None)
 
     def rates(self) -> ServiceRates:
-        """Rates of what was noted so far; fitted anew only when something was noted since."""
+        """Rates of what was noted so far. Fits anew where something was noted since: about a millisecond for each tier
+        and direction at a window of 64, quadratic in the window.
+        """
         with self._lock:
-            if self._fitted is None:
-                self._fitted = ServiceRates({place: fit_rate(samples) for place, samples in self._samples.items()})
-            return self._fitted
+            stale = self._samples.keys() - self._fitted.keys()
+            if stale:
+                self._fitted.update({place: fit_rate(self._samples[place]) for place in stale})
+                self._rates = ServiceRates(self._fitted)
+            return self._rates
