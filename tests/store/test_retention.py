@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -234,3 +236,12 @@ def test_bad_arguments_are_refused() -> None:
         Retention(list, pytest.fail, extra_bytes=-1)
     with pytest.raises(ConfigurationError, match="policy='mru' "):
         Retention(list, pytest.fail, policy="mru")
+
+
+def test_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "retention.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    said = " ".join(re.findall(r"# (.*)$", "\n".join(blocks), re.MULTILINE))
+    exec(compile("\n".join(blocks), "retention.md", "exec"), {"__name__": "__main__"})
+    assert len(said) > 500
+    assert capsys.readouterr().out.split() == said.split()

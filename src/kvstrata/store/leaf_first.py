@@ -75,6 +75,13 @@ class LeafFirst:
         self._leaves = [(rank, chunk) for chunk, rank in self.ranks.items() if not self._children[chunk]]
         heapq.heapify(self._leaves)
 
+    def copy(self) -> LeafFirst:
+        """Another one at the same point, to look ahead with."""
+        other = LeafFirst.__new__(LeafFirst)
+        other._free, other.ranks = self._free, self.ranks
+        other._children, other._leaves = self._children.copy(), self._leaves.copy()
+        return other
+
     def take(self) -> StoredChunk | None:
         """The next leaf, or `None`. Its parent waits until `left` says that it has gone."""
         if not self._leaves:

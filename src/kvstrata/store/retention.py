@@ -158,8 +158,8 @@ class Retention:
         """
         require_finite("nbytes", nbytes, least=1)
         chunks = list(self._chunks())
-        order = self._rank(chunks)
-        planned = _up_to(LeafFirst(chunks, order, parent).drain(), nbytes)
+        leaves = LeafFirst(chunks, self._rank(chunks), parent)
+        planned = _up_to(leaves.copy().drain(), nbytes)
         if sum(one.nbytes for one in planned) < nbytes:
             return RoomReceipt(RoomOutcome.STORE_FULL, nbytes, 0, full=_full(chunks, planned, nbytes))
         admission = None
@@ -168,7 +168,7 @@ class Retention:
             admission = self._admission.decide(newcomer, victims)
             if admission.outcome is not AdmissionOutcome.ADMITTED:
                 return RoomReceipt(RoomOutcome.DECLINED, nbytes, 0, admission=admission)
-        return self._leave(chunks, LeafFirst(chunks, order, parent), nbytes, admission)
+        return self._leave(chunks, leaves, nbytes, admission)
 
     def _rank(self, chunks: Sequence[StoredChunk]) -> Sequence[bytes]:
         free = [one for one in chunks if one.hold is Hold.FREE]
