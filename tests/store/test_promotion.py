@@ -105,7 +105,7 @@ def test_reservations_are_all_or_nothing(promoter: Promoter, directory: Director
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_one_damaged_segment_publishes_none(
+def test_a_damaged_segment_is_not_published_nor_what_was_read_with_it(
     promoter: Promoter, directory: Directory, tier: FileTier, last: bool
 ) -> None:
     path = tier.path(CHUNKS[1 if last else 0].digest)
@@ -117,8 +117,10 @@ def test_one_damaged_segment_publishes_none(
     assert failure.value.reason is Reason.CHUNK_DAMAGED
     assert failure.value.chunk == CHUNKS[1 if last else 0].digest.hex()
     batch.abandon()
-    assert directory.arena.used_slots == 0
-    assert all(record.resident == 0 for record in directory)
+    arrived = sum(record.resident for record in directory)
+    assert directory.arena.used_slots == arrived == promoter.readers - 1
+    assert not [record for record in directory if record.digest.hex() == failure.value.chunk and record.resident]
+    assert promoter.pool.outstanding == ()
 
 
 def test_a_disk_error_is_no_damage(promoter: Promoter, directory: Directory, files: Files) -> None:

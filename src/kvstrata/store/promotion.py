@@ -1,75 +1,47 @@
 """Segments come back from lower tiers into slots: reserve, copy, validate, and only then publish.
 
-Reading happens on a small pool of threads; publishing happens on the caller's thread, so that a kernel never meets a
-table entry whose bytes are still arriving.
+Reading happens on the threads of a transfer queue, which bounds what is on its way and shares equal reads; publishing
+happens on the caller's thread, so that a kernel never meets a table entry whose bytes are still arriving.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from kvstrata.contract.capability import DEVICE
 from kvstrata.contract.layout import SegmentLayout
-from kvstrata.errors import DamagedError, Reason, StoreError
+from kvstrata.contract.states import ResidencyState, SlotState
+from kvstrata.cost.credits import Credits
+from kvstrata.errors import DamagedError, Reason, StateError, StoreError
 from kvstrata.ports import Clock
 from kvstrata.store.buffers import used_pages
+from kvstrata.store.credit_pool import CreditPool
+from kvstrata.store.destinations import Destination, SlotDestination
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.host_cache import HostCache
-from kvstrata.tiers.files import ChunkFile, FileTier
+from kvstrata.store.open_chunks import OpenChunks
+from kvstrata.store.segment_copier import SegmentCopier
+from kvstrata.store.transfer_records import (
+    CopyEvent,
+    CopyOrder,
+    Refusal,
+    SegmentSource,
+    TransferOutcome,
+    TransferResult,
+    UnitKey,
+)
+from kvstrata.store.transfer_state import Waiter
+from kvstrata.store.transfer_workers import TransferWorkers
+from kvstrata.store.transfers import TransferQueue
+from kvstrata.tiers.chunk_format import payload_bytes
+from kvstrata.tiers.interface import ChunkTier
 from kvstrata.tiers.memory import Grant
 
 __all__ = ["Arrival", "Batch", "OpenChunks", "Promoter", "Promotion"]
 
-
-class OpenChunks:
-    """Open chunk files, the least recently used closed first once nobody reads them. Thread-safe."""
-
-    def __init__(self, tier: FileTier, limit: int = 128) -> None:
-        self._tier = tier
-        self._limit = limit
-        self._files: OrderedDict[bytes, ChunkFile] = OrderedDict()
-        self._readers: dict[ChunkFile, int] = {}
-        self._lock = threading.Lock()
-
-    def check_out(self, chunk: bytes) -> ChunkFile:
-        """The open file, header verified. Errors: `DamagedError` as `FileTier.open`. Every call needs a `check_in`."""
-        with self._lock:
-            file = self._files.get(chunk)
-            if file is None:
-                file = self._files[chunk] = self._tier.open(chunk)
-            self._files.move_to_end(chunk)
-            self._readers[file] = self._readers.get(file, 0) + 1
-            return file
-
-    def check_in(self, file: ChunkFile) -> None:
-        """End of one reader's use."""
-        with self._lock:
-            self._readers[file] -= 1
-            if not self._readers[file]:
-                del self._readers[file]
-                if file not in self._files.values():
-                    file.close()
-            excess = len(self._files) - self._limit
-            for name in [name for name, each in self._files.items() if each not in self._readers][: max(0, excess)]:
-                self._files.pop(name).close()
-
-    def forget(self, chunk: bytes) -> None:
-        """Never hand this file out again: its bytes were revoked. Whoever reads it now closes it."""
-        with self._lock:
-            file = self._files.pop(chunk, None)
-            if file is not None and file not in self._readers:
-                file.close()
-
-    def close(self) -> None:
-        """Close everything."""
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+_QUEUE_ENTRIES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +62,73 @@ class Arrival:
     read_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _PartResult:
-    nbytes: int
-    host_bytes: int
-    seconds: float
-    error: StoreError | None
+class _Slots(SlotDestination):
+    """Slots of promotions. They go back through the directory, which knows that their segments are on their way."""
+
+    __slots__ = ("_directory", "host_bytes", "items")
+
+    def __init__(self, directory: Directory, items: Sequence[Promotion]) -> None:
+        super().__init__(
+            directory.arena,
+            [item.grant for item in items],
+            [(item.record.digest, item.layer) for item in items],
+            publish_slot=self._publish_item,
+        )
+        self._directory = directory
+        self.items = items
+        self.host_bytes = 0
+
+    def _publish_item(self, index: int) -> None:
+        item = self.items[index]
+        self._directory.publish(item.record, item.layer, item.grant)
+
+    def release(self) -> None:
+        for item, owner in zip(self.items, self.owners, strict=True):
+            arena, grant = self.arena, item.grant
+            if arena.belongs(grant, owner) and arena.state(grant.slot) is SlotState.RESERVED:
+                self._directory.abandon(item.record, item.layer, grant)
+
+
+class _Copier(SegmentCopier):
+    """Asks the host tier first, then the files."""
+
+    def __init__(self, files: OpenChunks, host: HostCache | None) -> None:
+        super().__init__(files)
+        self._files = files
+        self._host = host
+
+    def read(self, order: CopyOrder) -> CopyEvent:
+        slots, layout, nbytes = order.into, order.unit.layout, 0
+        assert isinstance(slots, _Slots)
+        backing = slots.arena.backing
+        for item in slots.items:
+            slot, tokens = item.grant.slot, len(item.record.identity.token_ids)
+            buffers = used_pages(backing.writable(slot), layout, tokens)
+            loaded = self._host.load(item.record, item.layer, buffers) if self._host is not None else None
+            if loaded is None:
+                loaded = self._read_file(item, layout, buffers)
+            else:
+                slots.host_bytes += loaded
+            nbytes += loaded
+            backing.flush(slot)
+        return CopyEvent(order.generation, nbytes, layout)
+
+    def _read_file(self, item: Promotion, layout: SegmentLayout, buffers: Sequence[memoryview]) -> int:
+        name = item.record.digest
+        file = self._files.check_out(name)
+        try:
+            if file.layout != layout or file.layers != len(item.record.grants):
+                raise DamagedError(
+                    Reason.CHUNK_FOREIGN,
+                    f"chunk {name.hex()[:16]} is stored in another layout: {file.layout}",
+                    chunk=name.hex(),
+                )
+            nbytes = file.read_into(item.layer, buffers)
+            if self._host is not None:
+                self._host.stage(item.record, item.layer, buffers, file.checksum(item.layer))
+            return nbytes
+        finally:
+            self._files.check_in(file)
 
 
 class Batch:
@@ -104,121 +137,86 @@ class Batch:
     A reader that is late keeps its slots until it has acknowledged, however long that takes; nobody else gets them.
     """
 
-    def __init__(self, directory: Directory, items: Sequence[Promotion], parts: int, timeout_s: float) -> None:
-        self._directory = directory
+    def __init__(self, queue: TransferQueue, items: Sequence[Promotion], timeout_s: float) -> None:
         self.items = items
-        self._parts = [Future[_PartResult]() for _ in range(parts)]
+        self.waiters: list[Waiter] = []
+        self._queue = queue
         self._timeout_s = timeout_s
-        self._settled = False
-        self._lock = threading.RLock()
 
     @property
     def settled(self) -> bool:
         """Whether its slots are published or given back, so that no reader writes to them any more."""
-        return self._settled
-
-    def perform(self, part: int, read: Callable[[Sequence[Promotion]], _PartResult]) -> None:
-        """Run by a reader: read one part, unless the batch has been abandoned before."""
-        future = self._parts[part]
-        with self._lock:
-            if future.cancelled():
-                return
-            future.set_running_or_notify_cancel()
-        share = -(-len(self.items) // len(self._parts))
-        try:
-            future.set_result(read(self.items[part * share : (part + 1) * share]))
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the part is to see it
-            future.set_exception(error)
+        return not any(map(self._queue.holds, self.waiters))
 
     def finish(self) -> Arrival:
         """Wait, publish every segment, and tell what that cost. Blocks.
 
         Errors: `DamagedError` when a segment is missing, short or altered, `StoreError` when it could not be read or
-        not in time; nothing of the batch is published then and all of its slots are given back.
+        not in time, `StateError` when its slot changed hands. Parts that arrived whole stay published.
         """
-        late = wait(self._parts, self._timeout_s).not_done
-        if late:
-            self._leave_behind()
-            raise StoreError(
-                Reason.STORE_LATE,
-                f"{len(late)} of {len(self._parts)} reads of a layer did not end within {self._timeout_s:g} s",
-                "the rows are still there: try the step again, check the disk, or pass a longer read_timeout_s",
-            )
-        results = [part.result() for part in self._parts]
-        error = next((result.error for result in results if result.error is not None), None)
-        if error is not None:
-            self._give_back()
-            raise error
-        for item in self.items:
-            self._directory.publish(item.record, item.layer, item.grant)
-        self._settled = True
-        return Arrival(
-            sum(result.nbytes for result in results),
-            sum(result.host_bytes for result in results),
-            sum(result.seconds for result in results),
-        )
+        results = [waiter.finish() for waiter in self.waiters]
+        for result in results:
+            if not result.ready:
+                raise self._error(result)
+        receipts = [result.receipt for result in results]
+        host = sum(waiter.destination.host_bytes for waiter in self.waiters if isinstance(waiter.destination, _Slots))
+        return Arrival(sum(each.requested_bytes for each in receipts), host, sum(each.service_s for each in receipts))
 
     def abandon(self) -> None:
         """Give the slots back once the readers have acknowledged. Blocks for that, but not past the deadline.
 
         Also after a `finish` that was interrupted; after one that ended there is nothing left to do.
         """
-        if self._settled:
-            return
-        with self._lock:
-            for part in self._parts:
-                if not part.done() and part.cancel():
-                    # `wait` takes it for done only now; a reader that comes to it later leaves it alone.
-                    part.set_running_or_notify_cancel()
-        if wait(self._parts, self._timeout_s).not_done:
-            self._leave_behind()
-        else:
-            self._give_back()
+        for waiter in self.waiters:
+            waiter.cancel()
+        queue, end = self._queue, self._queue.clock() + self._timeout_s
+        with queue.lock:
+            while not self.settled and (left := end - queue.clock()) > 0:
+                queue.changed.wait(left)
 
-    def _leave_behind(self) -> None:
-        """Let the last reader to acknowledge give the slots back."""
-
-        def acknowledged(_: Future[_PartResult]) -> None:
-            if all(part.done() for part in self._parts):
-                self._give_back()
-
-        for part in self._parts:
-            part.add_done_callback(acknowledged)
-
-    def _give_back(self) -> None:
-        with self._lock:
-            if self._settled:
-                return
-            self._settled = True
-        for item in self.items:
-            self._directory.abandon(item.record, item.layer, item.grant)
+    def _error(self, result: TransferResult) -> Exception:
+        if result.error is not None:
+            return result.error
+        if result.outcome is TransferOutcome.LATE:
+            return StoreError(
+                Reason.STORE_LATE,
+                f"the segments of a layer did not arrive within {self._timeout_s:g} s",
+                "the rows are still there: try the step again, check the disk, or pass a longer read_timeout_s",
+            )
+        return StateError(
+            Reason.NOT_COMMITTED, f"segments arrived in another generation than they were reserved in: {result.outcome}"
+        )
 
 
 class Promoter:
     """Reads segments with `readers` threads. Owner calls `close`.
 
-    timeout_s: longest wait for a batch. host: a tier in between, which is asked first and keeps what passes through.
+    timeout_s: longest time for a batch. host: a tier in between, which is asked first and keeps what passes through.
+    credits: what may be on its way at once; by default as much as the arena holds.
     """
 
     def __init__(
         self,
         directory: Directory,
-        tier: FileTier,
+        tier: ChunkTier,
         layout: SegmentLayout,
         readers: int = 1,
         clock: Clock = time.perf_counter,
         timeout_s: float = 30.0,
         host: HostCache | None = None,
+        credits: Credits | None = None,  # noqa: A002 - the word of the field
     ) -> None:
-        self._timeout_s = timeout_s
-        self._host = host
         self.directory = directory
         self.layout = layout
         self.files = OpenChunks(tier)
         self.readers = readers
-        self._clock = clock
-        self._batches: list[Batch] = []
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvstrata-read")
+        self._timeout_s = timeout_s
+        self._source = tier.capability.tier
+        arena = directory.arena.slots * directory.arena.slot_bytes
+        self.pool = CreditPool(credits or Credits(arena, arena, arena, _QUEUE_ENTRIES))
+        self.queue = TransferQueue(f"{self._source} -> {DEVICE}", self.pool, _Copier(self.files, host), clock=clock)
+        self._workers = TransferWorkers(self.queue, readers)
+        self._workers.start()
 
     def reserve(self, segments: Sequence[tuple[ChunkRecord, int]]) -> list[Promotion] | None:
         """Slots for all the segments, or `None` and nothing reserved when there are not enough."""
@@ -235,60 +233,53 @@ class Promoter:
         return promotions
 
     def start(self, promotions: Sequence[Promotion]) -> Batch:
-        """Begin reading into the reserved slots. Does not block."""
+        """Begin reading into the reserved slots. Does not block.
+
+        Errors: `StoreError` with CREDIT_PRESSURE, QUEUE_FULL or CLOSED when the queue does not take them; their slots
+        are given back then.
+        """
+        batch = Batch(self.queue, promotions, self._timeout_s)
         share = max(1, -(-len(promotions) // self.readers))
-        batch = Batch(self.directory, promotions, -(-len(promotions) // share), self._timeout_s)
-        # Known before a reader begins: whatever interrupts this call, its slots are not taken for forgotten ones.
-        self._batches = [*(each for each in self._batches if not each.settled), batch]
-        for part in range(-(-len(promotions) // share)):
-            self._pool.submit(batch.perform, part, self._read)
+        deadline = self.queue.clock() + self._timeout_s
+        for start in range(0, len(promotions), share):
+            items = promotions[start : start + share]
+            for item in items:
+                self.directory.advance(item.record, item.layer, ResidencyState.COPY_IN)
+            answer = self.queue.submit(
+                self._unit(items), self._bytes(items), _Slots(self.directory, items), deadline=deadline
+            )
+            if isinstance(answer, Refusal):
+                for item in promotions[start:]:
+                    self.directory.abandon(item.record, item.layer, item.grant)
+                batch.abandon()
+                raise StoreError(answer.reason, answer.detail, "try the step again, or pass more credits")
+            batch.waiters.append(answer)
         return batch
 
     def reclaim(self, wanted: Collection[Batch]) -> set[Grant]:
-        """Abandon batches that nobody waits for, and return the grants into which readers may still write.
+        """Cancel reads that nobody waits for, and return the grants into which readers may still write.
 
-        wanted: batches that somebody will finish or abandon. Blocks for reads under way, but not past the deadline.
+        wanted: batches that somebody will finish or abandon. Does not block.
         """
-        for batch in self._batches:
-            if batch not in wanted:
-                batch.abandon()
-        return {item.grant for batch in self._batches if not batch.settled for item in batch.items}
+        waiters = {waiter for batch in wanted for waiter in batch.waiters}
+        out: list[Destination] = self.queue.reclaim(waiters)
+        return {grant for each in out if isinstance(each, _Slots) for grant in each.grants}
 
     def close(self) -> None:
-        """Wait for reads under way, end the threads, close the files."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Wait for reads under way, but not past their deadline, end the threads, close the files."""
+        self.queue.close()
+        self._workers.stop(self._timeout_s)
         self.files.close()
 
-    def _read(self, promotions: Sequence[Promotion]) -> _PartResult:
-        start, nbytes, host_bytes = self._clock(), 0, 0
-        backing = self.directory.arena.backing
-        for item in promotions:
-            slot, tokens = item.grant.slot, len(item.record.identity.token_ids)
-            try:
-                buffers = used_pages(backing.writable(slot), self.layout, tokens)
-                loaded = self._host.load(item.record, item.layer, buffers) if self._host is not None else None
-                if loaded is None:
-                    nbytes += self._read_file(item, buffers)
-                else:
-                    nbytes, host_bytes = nbytes + loaded, host_bytes + loaded
-                backing.flush(slot)
-            except StoreError as error:
-                return _PartResult(nbytes, host_bytes, self._clock() - start, error)
-        return _PartResult(nbytes, host_bytes, self._clock() - start, None)
+    def _unit(self, items: Sequence[Promotion]) -> UnitKey:
+        context = items[0].record.identity.context
+        segments = tuple(
+            [SegmentSource(r.digest, i.layer, r.durable.generation, r.epoch) for i in items for r in (i.record,)]
+        )
+        return UnitKey(context.namespace, context.digest, segments, self.layout, self._source)
 
-    def _read_file(self, item: Promotion, buffers: Sequence[memoryview]) -> int:
-        name = item.record.digest
-        file = self.files.check_out(name)
-        try:
-            if file.layout != self.layout or file.layers != self.directory.layers:
-                raise DamagedError(
-                    Reason.CHUNK_FOREIGN,
-                    f"chunk {name.hex()[:16]} is stored in another layout: {file.layout}",
-                    chunk=name.hex(),
-                )
-            nbytes = file.read_into(item.layer, buffers)
-            if self._host is not None:
-                self._host.stage(item.record, item.layer, buffers, file.checksum(item.layer))
-            return nbytes
-        finally:
-            self.files.check_in(file)
+    def _bytes(self, items: Sequence[Promotion]) -> int:
+        size = self.layout.chunk_tokens
+        lengths = [len(item.record.identity.token_ids) for item in items]
+        whole = self.layout.segment_bytes
+        return sum(whole if length == size else payload_bytes(self.layout, length) for length in lengths)
