@@ -41,3 +41,8 @@ def test_a_parent_waits_until_its_child_has_really_gone() -> None:
     assert leaves.take() is None
     leaves.left(child)
     assert leaves.take() == parent
+
+
+def test_a_held_chunk_never_leaves_whatever_the_order_says() -> None:
+    chunks = [Stored(b"pinned", hold=Hold.PINNED), Stored(b"only", hold=Hold.LAST_AUTHORITY), Stored(b"free")]
+    assert [one.chunk for one in LeafFirst(chunks, [b"pinned", b"only", b"free"]).drain()] == [b"free"]

@@ -60,7 +60,7 @@ class StoredChunk(Protocol):
 class LeafFirst:
     """Takes leaves one after the other, the lowest-ranked first.
 
-    chunks: all that are published, held ones included. order: the free ones, as the policy ranks them. continued: the
+    chunks: all that are published, held ones included. order: names, as the policy ranks them. continued: the
     parent of a chunk that is not published yet.
     """
 
@@ -71,7 +71,8 @@ class LeafFirst:
             self._children[one.parent] += 1
             if one.hold is Hold.FREE:
                 self._free[one.chunk] = one
-        self.ranks = {chunk: rank for rank, chunk in enumerate(order)}
+        # Whatever the order says, what is held is given no rank, and so never leaves.
+        self.ranks = {chunk: rank for rank, chunk in enumerate(order) if chunk in self._free}
         self._leaves = [(rank, chunk) for chunk, rank in self.ranks.items() if not self._children[chunk]]
         heapq.heapify(self._leaves)
 
