@@ -5,6 +5,7 @@
     |-- UnsupportedError     (NotImplementedError)  a model, shape or mode that is not served exactly, so not at all
     |-- StateError           (RuntimeError)         a call at the wrong time: closed, attached twice, frontier behind
     |-- BudgetError          (MemoryError)          the memory budget cannot hold the work; says what would do
+    |-- RetrievalError       (RuntimeError)         a manifest, operation or receipt does not fit its rows
     |-- KernelUnavailable    (RuntimeError)         a native kernel was named that this machine cannot run
     |-- ModelLoadError       (ValueError)           a model could not be loaded; says what to do next
     |-- StoreError           (OSError)              the store cannot be used as asked
@@ -27,6 +28,7 @@ __all__ = [
     "KvstrataError",
     "ModelLoadError",
     "Reason",
+    "RetrievalError",
     "SessionError",
     "StateError",
     "StoreError",
@@ -83,6 +85,60 @@ class Reason(StrEnum):
     SESSION_DAMAGED = "session_damaged"
     CONTEXT_DIFFERS = "context_differs"
 
+    MODEL_MISMATCH = "model_mismatch"
+    ADAPTER_MISMATCH = "adapter_mismatch"
+    CACHE_ABI_MISMATCH = "cache_abi_mismatch"
+    VISIBILITY_POLICY_MISMATCH = "visibility_policy_mismatch"
+    POSITION_CONTRACT_MISMATCH = "position_contract_mismatch"
+    ROPE_CONFIG_MISMATCH = "rope_config_mismatch"
+    LINEAGE_MISMATCH = "lineage_mismatch"
+    TENANT_MISMATCH = "tenant_mismatch"
+    QUERY_MISMATCH = "query_mismatch"
+    MASK_MISMATCH = "mask_mismatch"
+    SELECTOR_SOURCE_BINDING_MISMATCH = "selector_source_binding_mismatch"
+    INDEX_SOURCE_BINDING_MISMATCH = "index_source_binding_mismatch"
+
+    STALE_CHECKPOINT_GENERATION = "stale_checkpoint_generation"
+    STALE_NAMESPACE_GENERATION = "stale_namespace_generation"
+    STALE_REQUEST_GENERATION = "stale_request_generation"
+    STALE_CACHE_GENERATION = "stale_cache_generation"
+    STALE_PUBLICATION_GENERATION = "stale_publication_generation"
+    STALE_MANIFEST_GENERATION = "stale_manifest_generation"
+    STALE_SELECTOR_GENERATION = "stale_selector_generation"
+    STALE_INDEX_GENERATION = "stale_index_generation"
+    STALE_FRONTIER = "stale_frontier"
+    STALE_REPLICA_GENERATION = "stale_replica_generation"
+    STALE_AUTHORITY_EPOCH = "stale_authority_epoch"
+    STALE_DESTINATION_ALLOCATION = "stale_destination_allocation"
+    STALE_VISIBILITY_EVENT = "stale_visibility_event"
+
+    GEOMETRY_MISMATCH = "geometry_mismatch"
+    GQA_OWNERSHIP_MISMATCH = "gqa_ownership_mismatch"
+    LAYER_MISMATCH = "layer_mismatch"
+    COORDINATES_MISMATCH = "coordinates_mismatch"
+    CODEC_LAYOUT_MISMATCH = "codec_layout_mismatch"
+
+    COVERAGE_BEYOND_FRONTIER = "coverage_beyond_frontier"
+    INDEX_FRONTIER_GAP = "index_frontier_gap"
+    CANDIDATE_BEYOND_FRONTIER = "candidate_beyond_frontier"
+    CANDIDATE_NOT_INDEXED = "candidate_not_indexed"
+    DUPLICATE_CANDIDATE = "duplicate_candidate"
+    PROXY_NOT_RECOVERY_REPLICA = "proxy_not_recovery_replica"
+    REPLICA_MISSING = "replica_missing"
+    TOO_FEW_REPLICAS = "too_few_replicas"
+    NO_LEGAL_PATH = "no_legal_path"
+    SUPPORT_MISMATCH = "support_mismatch"
+
+    PAYLOAD_BYTES_MISMATCH = "payload_bytes_mismatch"
+    REPLICA_PAYLOAD_DIGEST_MISMATCH = "replica_payload_digest_mismatch"
+    ROW_DIGEST_MISMATCH = "row_digest_mismatch"
+    CLOCK_ORIGIN_MISMATCH = "clock_origin_mismatch"
+    DEADLINE_PASSED = "deadline_passed"
+    UNDECLARED_FALLBACK = "undeclared_fallback"
+    CANDIDATE_IDS_NOT_ROWS = "candidate_ids_not_rows"
+    STATE_DTYPE_MISMATCH = "state_dtype_mismatch"
+    SNAPSHOT_NOT_PUBLISHED = "snapshot_not_published"
+
 
 class KvstrataError(Exception):
     """Base of every error raised on purpose.
@@ -122,6 +178,18 @@ class BudgetError(KvstrataError, MemoryError):
     def __init__(self, reason: Reason, cause: str, next_step: str = "", *, required_bytes: int = 0) -> None:
         super().__init__(reason, cause, next_step)
         self.required_bytes = required_bytes
+
+
+class RetrievalError(KvstrataError, RuntimeError):
+    """A manifest, snapshot, operation or receipt that does not fit the rows it names; nothing was published.
+
+    Attributes:
+        field: what does not fit, e.g. `source.rope_config`.
+    """
+
+    def __init__(self, reason: Reason, cause: str, next_step: str = "", *, field: str = "") -> None:
+        super().__init__(reason, cause, next_step)
+        self.field = field
 
 
 class KernelUnavailable(KvstrataError, RuntimeError):  # noqa: N818 - the thing, not the event, is named

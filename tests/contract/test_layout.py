@@ -21,14 +21,19 @@ def test_strides_of_a_known_geometry() -> None:
     assert [layout.segments(tokens) for tokens in (0, 1, 256, 257)] == [0, 1, 1, 2]
 
 
+@pytest.mark.parametrize("head_dim", [1, 4, 12, 264])
+def test_any_head_can_be_stored(head_dim: int) -> None:
+    layout = SegmentLayout(kv_heads=2, query_heads=4, head_dim=head_dim, dtype="float16", chunk_tokens=8, page_tokens=4)
+    assert layout.segment_bytes == 2 * 8 * 2 * head_dim * 2
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("kv_heads", 0),
         ("kv_heads", True),
         ("query_heads", 8),
-        ("head_dim", 12),
-        ("head_dim", 264),
+        ("head_dim", 0),
         ("head_dim", 64.0),
         ("dtype", "int8"),
         ("chunk_tokens", 100),

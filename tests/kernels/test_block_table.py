@@ -44,3 +44,9 @@ def test_slots_that_cannot_hold_a_segment_are_refused() -> None:
         table.set(1, _slot())
     with pytest.raises(ConfigurationError, match="length must be from 0 to 0, got -1"):
         table.truncate(-1)
+
+
+@pytest.mark.parametrize("head_dim", [4, 12, 264])
+def test_a_head_that_the_vectors_do_not_fit_is_refused(head_dim: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"head_dim must be a multiple of 8 from 8 to 256 .*got {head_dim}"):
+        BlockTable(SegmentLayout(1, 1, head_dim, "float32"))

@@ -40,8 +40,6 @@ class SegmentLayout:
             raise _invalid(f"dtype must be one of {', '.join(ITEM_SIZES)}, got {self.dtype!r}")
         if self.query_heads % self.kv_heads:
             raise _invalid(f"query_heads must be a multiple of kv_heads ({self.kv_heads}), got {self.query_heads}")
-        if self.head_dim % 8 or self.head_dim > 256:
-            raise _invalid(f"head_dim must be a multiple of 8 from 8 to 256, got {self.head_dim}")
         if self.chunk_tokens % self.page_tokens:
             raise _invalid(
                 f"chunk_tokens must be a multiple of page_tokens ({self.page_tokens}), got {self.chunk_tokens}"

@@ -10,13 +10,25 @@ from torch import Tensor
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import ConfigurationError, Reason
 
-__all__ = ["BlockTable"]
+__all__ = ["BlockTable", "require_kernel_geometry"]
+
+_HEAD_DIM_STEP, _HEAD_DIM_MAX = 8, 256
+
+
+def require_kernel_geometry(layout: SegmentLayout) -> None:
+    """Errors: `ConfigurationError` for a head that the kernels' vectors do not fit; the store keeps rows of any."""
+    if layout.head_dim % _HEAD_DIM_STEP or layout.head_dim > _HEAD_DIM_MAX:
+        raise _invalid(
+            f"head_dim must be a multiple of {_HEAD_DIM_STEP} from {_HEAD_DIM_STEP} to {_HEAD_DIM_MAX} for attention "
+            f"kernels, got {layout.head_dim}"
+        )
 
 
 class BlockTable:
     """Segments of one layer in order; segment i holds tokens [i * chunk_tokens, (i + 1) * chunk_tokens).
 
     Holds the slot views, so that their memory outlives the table, and their addresses for the native kernels.
+    Errors: as `require_kernel_geometry`.
 
     Attributes:
         layout: geometry of every segment.
@@ -28,6 +40,7 @@ class BlockTable:
     __slots__ = ("_addresses", "layout", "native", "pointer", "segments")
 
     def __init__(self, layout: SegmentLayout) -> None:
+        require_kernel_geometry(layout)
         self.layout = layout
         self.segments: list[Tensor] = []
         self.native = True

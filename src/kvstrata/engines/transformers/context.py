@@ -12,6 +12,7 @@ from kvstrata.contract.identity import CacheAbi, ChunkContext, ModelIdentity, Na
 from kvstrata.contract.layout import ITEM_SIZES, SegmentLayout
 from kvstrata.engines.transformers.families import family_of
 from kvstrata.errors import Reason, UnsupportedError
+from kvstrata.kernels.block_table import require_kernel_geometry
 
 __all__ = ["chunk_context", "segment_layout", "weights_identity"]
 
@@ -50,7 +51,9 @@ def segment_layout(model: Any, chunk_tokens: int) -> SegmentLayout:
         raise UnsupportedError(
             Reason.MODEL_UNSUPPORTED, f"dtype={dtype} is not served", "load the model in float32 or bfloat16"
         )
-    return SegmentLayout(family.kv_heads, family.query_heads, family.head_dim, dtype, chunk_tokens)
+    layout = SegmentLayout(family.kv_heads, family.query_heads, family.head_dim, dtype, chunk_tokens)
+    require_kernel_geometry(layout)
+    return layout
 
 
 def weights_identity(model: Any) -> ModelIdentity:
