@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from kvstrata.contract.capability import TierCapability
 from kvstrata.contract.manifest.directory_state import ChunkState, ReplicaState
@@ -23,6 +24,7 @@ __all__ = [
     "ReceiptEvidence",
     "RowEvidence",
     "SelectorEvidence",
+    "extended",
 ]
 
 
@@ -100,3 +102,8 @@ class PartialEvidence(ReceiptEvidence):
     partial: PartialReceipt
     allocation: int
     event: int
+
+
+def extended(evidence: SelectorEvidence, **more: Any) -> dict[str, Any]:
+    """The fields of `evidence` and `more`, for the evidence that goes further."""
+    return {field.name: getattr(evidence, field.name) for field in fields(evidence)} | more
