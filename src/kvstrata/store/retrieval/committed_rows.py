@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
+from typing import Any
 
 from kvstrata.contract.identity import ChunkContext, first_difference
 from kvstrata.contract.layout import SegmentLayout
@@ -123,7 +124,7 @@ class CommittedRows:
             return None
         return self.chunks[found]
 
-    def _set(self, **changes: int) -> None:
+    def _set(self, **changes: Any) -> None:
         self._binding = dataclasses.replace(self._binding, **changes)
         self._tensor = TensorContract.of(self.context.abi, self.frontier - self._binding.start)
         self.digests[self.frontier] = source_digest(self._binding, self._tensor)

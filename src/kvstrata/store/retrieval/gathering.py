@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from blake3 import blake3
 
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import Reason, RetrievalError
 from kvstrata.store.directory import ChunkRecord
+from kvstrata.store.retrieval.destination import GatherDestination
 from kvstrata.store.retrieval.row_tiers import RowTier, row_views
+from kvstrata.tiers.memory import Grant
 
-__all__ = ["RowPlan", "copy_rows"]
+__all__ = ["CopiedRows", "RowPlan", "copy_rows", "gather_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,51 @@ class RowPlan:
     tier: str
 
 
-@dataclass(slots=True)
-class _Progress:
-    keys: list[memoryview] = field(default_factory=list)
-    values: list[memoryview] = field(default_factory=list)
+@dataclass(frozen=True, slots=True)
+class CopiedRows:
+    """Rows that are visible in a slot. event: what made them so. digest: of the bytes, K before V. size: of both."""
+
+    grant: Grant
+    event: int
+    digest: str
+    size: int
+
+
+def gather_rows(
+    plan: Sequence[RowPlan],
+    tiers: Mapping[str, RowTier],
+    layout: SegmentLayout,
+    layer: int,
+    kv_head: int,
+    destination: GatherDestination,
+    owner: str,
+    in_time: Callable[[], bool],
+) -> CopiedRows | int:
+    """Reserve a slot, fill it as `copy_rows` does, and publish it; or the number of rows that came before time was up.
+
+    Whatever ends it early, the slot is free again. Blocks on reads. Errors: as `copy_rows`, and `BudgetError`.
+    """
+    size = 2 * len(plan) * layout.head_dim * layout.itemsize
+    grant = destination.reserve(owner, size)
+    arrived = 0
+
+    def may_go_on(done: int) -> bool:
+        nonlocal arrived
+        arrived = done
+        return in_time()
+
+    published = False
+    try:
+        target = destination.arena.backing.writable(grant.slot)
+        digest = copy_rows(plan, tiers, layout, layer, kv_head, target, may_go_on)
+        if digest is None:
+            return arrived
+        event = destination.publish(grant, owner)
+        published = True
+    finally:
+        if not published:
+            destination.arena.release(grant)
+    return CopiedRows(grant, event, digest, size)
 
 
 def copy_rows(
@@ -47,7 +90,8 @@ def copy_rows(
     Blocks on reads. Errors: those of the tiers; `RetrievalError` with ROW_DIGEST_MISMATCH when other bytes arrived.
     """
     size = layout.head_dim * layout.itemsize
-    rows = _Progress()
+    keys: list[memoryview] = []
+    values: list[memoryview] = []
     with contextlib.ExitStack() as segments:
         opened: dict[tuple[bytes, str], memoryview] = {}
         for index, row in enumerate(plan):
@@ -58,12 +102,12 @@ def copy_rows(
             target[index * size : (index + 1) * size] = key
             start = (len(plan) + index) * size
             target[start : start + size] = value
-            rows.keys.append(key)
-            rows.values.append(value)
+            keys.append(key)
+            values.append(value)
             if not may_go_on(index + 1):
                 return None
         sent = blake3()
-        for view in (*rows.keys, *rows.values):
+        for view in (*keys, *values):
             sent.update(view)
         arrived = blake3(target[: 2 * len(plan) * size]).hexdigest()
         if sent.hexdigest() != arrived:

@@ -163,9 +163,13 @@ class Publications:
         evidence = self.selector_evidence(selector)
         return IndexEvidence(**extended(evidence, index=snapshot.record, index_state=snapshot.state))
 
-    def index_for(self, generation: int) -> Snapshot[IndexPublication]:
-        """That generation, or the published one where it is gone. Errors: `RetrievalError` when there is neither."""
-        snapshot = self.indexes.find(generation) or self.indexes.published
+    def index_for(self, generation: int | None = None) -> Snapshot[IndexPublication]:
+        """That generation; the published one where it is gone or none is named.
+
+        Errors: `RetrievalError` with SNAPSHOT_NOT_PUBLISHED when there is neither.
+        """
+        snapshot = None if generation is None else self.indexes.find(generation)
+        snapshot = snapshot or self.indexes.published
         if snapshot is None:
             raise _nothing_published("index")
         return snapshot

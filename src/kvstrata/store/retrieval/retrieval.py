@@ -35,7 +35,7 @@ from kvstrata.store.leases import LeaseTable
 from kvstrata.store.retrieval.chunk_states import ChunkStates
 from kvstrata.store.retrieval.committed_rows import CommittedRows
 from kvstrata.store.retrieval.destination import GatherDestination
-from kvstrata.store.retrieval.gathering import RowPlan, copy_rows
+from kvstrata.store.retrieval.gathering import RowPlan, gather_rows
 from kvstrata.store.retrieval.publications import Publications
 from kvstrata.store.retrieval.row_tiers import RowTier
 from kvstrata.store.retrieval.searches import Searches
@@ -104,7 +104,6 @@ class Retrieval:
         self._clock = clock
         self._states = ChunkStates(rows.layout, self.tiers)
         self._manifest_generation = manifest_generation
-        self._capabilities = {name: tier.capability for name, tier in self.tiers.items()}
 
     def publish_rows(self, record: ChunkRecord) -> None:
         """Let the searchable history go on by one sealed chunk, whose copies are read once and compared.
@@ -121,14 +120,14 @@ class Retrieval:
         Reads copies that came to life since the last manifest once, to know their payload digest; blocks on that.
         Errors: `RetrievalError` while no index is published.
         """
-        index = self.publications.index_for(-1)
+        index = self.publications.index_for()
         evidence = self.publications.index_evidence(index)
         self._manifest_generation += 1
         return RetrievalManifest(
             self._manifest_generation,
             self.rows.binding,
             self.rows.tensor,
-            tuple(self._capabilities.values()),
+            tuple(tier.capability for tier in self.tiers.values()),
             self._states.directory(self.directory, self.rows.chunks),
             evidence.selector,
             evidence.index,
@@ -248,7 +247,7 @@ class Retrieval:
                 lookup=lookup,
                 rows=tuple(rows),
                 survivors=self.directory.survivors,
-                tiers=self._capabilities,
+                tiers={name: tier.capability for name, tier in self.tiers.items()},
                 destination=self.destination.tier,
             )
         )
@@ -277,27 +276,18 @@ class Retrieval:
     ) -> Gathered | FallbackDecision:
         layout, destination = self.rows.layout, self.destination
         plan = self._plan(lookup, sources)
-        plane = len(plan) * layout.head_dim * layout.itemsize
-        owner = f"gather {lookup.number}"
-        grant = destination.reserve(owner, 2 * plane)
-        try:
-            target = destination.arena.backing.writable(grant.slot)
-            arrived = 0
-
-            def in_time(done: int) -> bool:
-                nonlocal arrived
-                arrived = done
-                return self._clock() < operation.deadline_s
-
-            digest = copy_rows(plan, self.tiers, layout, operation.layer, operation.kv_head, target, in_time)
-            if digest is None:
-                destination.arena.release(grant)
-                return self._decision(operation, "gather", arrived)
-            event = destination.publish(grant, owner)
-        except BaseException:
-            if destination.arena.belongs(grant, owner):
-                destination.arena.release(grant)
-            raise
+        rows = gather_rows(
+            plan,
+            self.tiers,
+            layout,
+            operation.layer,
+            operation.kv_head,
+            destination,
+            f"gather {lookup.number}",
+            lambda: self._clock() < operation.deadline_s,
+        )
+        if isinstance(rows, int):
+            return self._decision(operation, "gather", rows)
         receipt = GatherReceipt(
             lookup.query,
             operation.layer,
@@ -307,16 +297,16 @@ class Retrieval:
             tuple(sources),
             tuple(self._states.replica(row.record, row.tier).generation for row in plan),
             destination.tier,
-            grant.slot,
-            grant.generation,
-            event,
+            rows.grant.slot,
+            rows.grant.generation,
+            rows.event,
             layout.head_dim,
             layout.dtype,
-            2 * plane,
-            digest,
+            rows.size,
+            rows.digest,
         )
-        visible = destination.arena.backing.readable(grant.slot)
-        return Gathered(receipt, grant, visible[:plane], visible[plane : 2 * plane])
+        visible = destination.arena.backing.readable(rows.grant.slot)
+        return Gathered(receipt, rows.grant, visible[: rows.size // 2], visible[rows.size // 2 : rows.size])
 
     def _plan(self, lookup: LookupReceipt, sources: Sequence[str]) -> list[RowPlan]:
         plan = []

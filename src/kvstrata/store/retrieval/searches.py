@@ -1,4 +1,4 @@
-"""Look-ups in flight: each holds a search lease on one index generation until its rows are gathered or it is dropped."""
+"""Look-ups in flight: each holds a search lease on one index generation until its rows are gathered."""
 
 from __future__ import annotations
 
