@@ -32,6 +32,7 @@ def test_each_exit_code_is_documented() -> None:
         ("UnsupportedError", NotImplementedError),
         ("StateError", RuntimeError),
         ("BudgetError", MemoryError),
+        ("RetrievalError", RuntimeError),
         ("KernelUnavailable", RuntimeError),
         ("ModelLoadError", ValueError),
         ("StoreError", OSError),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstrata.contract.encoding import digest
 from kvstrata.contract.identity import ChunkContext, Namespace
@@ -91,8 +91,11 @@ class SourceBinding:
 
 
 def source_digest(binding: SourceBinding, tensor: TensorContract) -> str:
-    """What everything derived from the rows keeps: one hexadecimal digest over binding and tensor contract."""
-    return _hex("retrieval-source/1", (binding, tensor))
+    """What everything derived from the rows keeps: one hexadecimal digest over binding and tensor contract.
+
+    The request is not part of it: another request may search the same rows with what was derived from them.
+    """
+    return _hex("retrieval-source/1", (replace(binding, request_generation=0), tensor))
 
 
 def layout_digest(layout: SegmentLayout) -> str:

@@ -122,11 +122,11 @@ class Scene:
     def row(self, index: int) -> tuple[list[float], list[float]]:
         """K and V of one gathered row."""
         assert self.gathered is not None
-        size = self.gather.head_dim
-        return tuple(  # type: ignore[return-value]
-            list(view.cast("B").cast(_CODE[self.dtype]))[index * size : (index + 1) * size]
+        key, value = (
+            list(struct.iter_unpack(f"<{self.gather.head_dim}{_CODE[self.dtype]}", view))[index]
             for view in (self.gathered.keys, self.gathered.values)
         )
+        return list(key), list(value)
 
     def _publish_rows(self) -> None:
         shape, counters = self.fixture["geometry"], self.fixture["generations"]
