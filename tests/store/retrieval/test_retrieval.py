@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from chunks_and_faults import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieval_cases import make_scene
 
 from kvstrata.contract.manifest import Fallback, FallbackDecision, LookupReceipt
-from kvstrata.errors import BudgetError, ConfigurationError, Reason, RetrievalError, StateError
+from kvstrata.contract.states import FileReplicaState
+from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, RetrievalError, StateError
 from kvstrata.lab.conform.manifest_scene import QUERY, Scene, sentinel
 from kvstrata.store.directory import ChunkRecord
-from kvstrata.store.retrieval import Gathered
+from kvstrata.store.retrieval import ChunkTierRows, Gathered
+from kvstrata.tiers.files import FileTier
 
 
 def in_flight(scene: Scene) -> frozenset[int]:
@@ -199,6 +203,74 @@ def test_a_layer_that_was_evicted_is_refused_and_comes_from_the_tier_below() -> 
     outcome = scene.retrieval.gather(scene.manifest, scene.operation, scene.lookup, ["host"] * 3)
     assert isinstance(outcome, Gathered)
     assert outcome.receipt.source_replica_generations == (17, 17, 17)
+
+
+def test_rows_come_out_of_files_too(tmp_path: Path) -> None:
+    scene = make_scene()
+    retrieval, record = scene.retrieval, scene.record
+    files, arena = FileTier(tmp_path), retrieval.directory.arena
+    segments = [[arena.backing.readable(grant.slot)] for grant in record.grants if grant is not None]
+    retrieval.directory.mark(record, FileReplicaState.WRITING)
+    files.write(record.identity, retrieval.rows.layout, segments)
+    retrieval.directory.mark(record, FileReplicaState.PUBLISHED)
+    retrieval.tiers["files"] = ChunkTierRows(files, retrieval.rows.layout)
+    scene.manifest = replace(retrieval.manifest(), generation=scene.manifest.generation)
+    chunk = scene.manifest.directory.chunks[0]
+    assert (chunk.authority, chunk.valid_replicas) == ("files", 3)
+    assert len({copy.payload for copy in chunk.replicas}) == 1
+    with files.open(record.digest) as reader:
+        assert chunk.replicas[2].payload == reader.header.payload_digest.hex()
+    outcome = retrieval.gather(scene.manifest, scene.operation, scene.lookup, ["device", "files", "files"])
+    assert isinstance(outcome, Gathered)
+    scene.gathered, scene.gather = outcome, outcome.receipt
+    assert scene.row(1) == ([110030, 110031, 110032, 110033], [610030, 610031, 610032, 610033])
+    assert outcome.receipt.source_replica_generations == (18, 19, 19)
+
+
+def test_a_damaged_file_is_no_row(tmp_path: Path) -> None:
+    scene = make_scene()
+    retrieval, record = scene.retrieval, scene.record
+    files, arena = FileTier(tmp_path), retrieval.directory.arena
+    retrieval.directory.mark(record, FileReplicaState.WRITING)
+    files.write(
+        record.identity,
+        retrieval.rows.layout,
+        [[arena.backing.readable(grant.slot)] for grant in record.grants if grant is not None],
+    )
+    retrieval.directory.mark(record, FileReplicaState.PUBLISHED)
+    retrieval.tiers["files"] = ChunkTierRows(files, retrieval.rows.layout)
+    scene.manifest = replace(retrieval.manifest(), generation=scene.manifest.generation)
+    path = files.path(record.digest)
+    flip(path, path.stat().st_size - 1)
+    with pytest.raises(DamagedError) as refusal:
+        retrieval.gather(scene.manifest, scene.operation, scene.lookup, ["files"] * 3)
+    assert refusal.value.reason is Reason.CHUNK_DAMAGED
+    assert retrieval.destination.arena.free_slots == 1
+    outcome = retrieval.gather(scene.manifest, scene.operation, scene.lookup, ["host"] * 3)
+    assert isinstance(outcome, Gathered)
+
+
+def test_a_copy_that_took_the_place_of_another_is_read_anew() -> None:
+    scene = make_scene()
+    retrieval, record, directory = scene.retrieval, scene.record, scene.retrieval.directory
+    for layer in range(2):
+        directory.evict(record, layer)
+    for layer in range(2):
+        grant, source = directory.reserve(record, layer), record.host.grants[layer]
+        assert grant is not None
+        assert source is not None
+        assert directory.host is not None
+        segment = directory.arena.backing.writable(grant.slot)
+        segment[:] = directory.host.backing.readable(source.slot)
+        segment[7] ^= 1
+        directory.publish(record, layer, grant)
+    with pytest.raises(RetrievalError) as stale:
+        scene.gather_rows()
+    assert stale.value.reason is Reason.STALE_REPLICA_GENERATION
+    scene.manifest = replace(retrieval.manifest(), generation=scene.manifest.generation)
+    with pytest.raises(RetrievalError) as wrong:
+        scene.gather_rows()
+    assert wrong.value.reason is Reason.REPLICA_PAYLOAD_DIGEST_MISMATCH
 
 
 def test_bytes_that_change_on_their_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from kvstrata.contract.identity import Namespace
@@ -65,5 +66,6 @@ class DirectoryState:
     chunks: tuple[ChunkState, ...]
 
     def chunk_at(self, position: int) -> ChunkState | None:
-        """The chunk that holds `position`."""
-        return next((chunk for chunk in self.chunks if chunk.start <= position < chunk.stop), None)
+        """The chunk that holds `position`; chunks are in the order of their positions."""
+        found = bisect_right(self.chunks, position, key=lambda chunk: chunk.start) - 1
+        return self.chunks[found] if found >= 0 and position < self.chunks[found].stop else None

@@ -22,6 +22,7 @@ class ChunkStates:
         self._layout = layout
         self._tiers = tiers
         self._layouts: dict[SegmentLayout, str] = {}
+        self._bound: dict[tuple[bytes, str], int] = {}
 
     def directory(self, directory: Directory, chunks: Sequence[ChunkRecord]) -> DirectoryState:
         """The copies of `chunks` now. Reads whole copies whose payload digest is not known; blocks on that."""
@@ -39,10 +40,6 @@ class ChunkStates:
             record.authority,
             tuple(self._state(copy) for copy in record.replicas if copy.state is not FileReplicaState.ABSENT),
         )
-
-    def replica(self, record: ChunkRecord, tier: str) -> Replica:
-        """The live copy in `tier`."""
-        return next(copy for copy in record.replicas if copy.tier == tier)
 
     def require_sound(self, record: ChunkRecord, survivors: int) -> None:
         """Errors: `RetrievalError` when too few valid copies exist, or when they are not copies of the same rows."""
@@ -66,10 +63,14 @@ class ChunkStates:
 
     def _bind(self, record: ChunkRecord) -> None:
         for copy in record.replicas:
-            if copy.tier in self._tiers and copy.state is FileReplicaState.PUBLISHED and None not in copy.grants:
-                copy.layout = copy.layout or self._layout
-                if copy.payload is None:
-                    copy.payload = payload_digest(record, self._tiers[copy.tier], self._layout)
+            if copy.tier not in self._tiers or copy.state is not FileReplicaState.PUBLISHED or None in copy.grants:
+                continue
+            copy.layout = copy.layout or self._layout
+            # A digest that was taken of an earlier copy in that tier says nothing about this one.
+            seen = self._bound.setdefault((record.digest, copy.tier), copy.generation)
+            if copy.payload is None or seen != copy.generation:
+                copy.payload = payload_digest(record, self._tiers[copy.tier], self._layout)
+                self._bound[record.digest, copy.tier] = copy.generation
 
     def _state(self, copy: Replica) -> ReplicaState:
         layout = copy.layout

@@ -180,11 +180,12 @@ class Retrieval:
             raise ConfigurationError(
                 Reason.INVALID_ARGUMENT, f"sources names {len(sources)} tiers for {len(lookup.candidates)} candidates"
             )
-        run_checks(GATHER, self._gather_evidence(manifest, operation, lookup, sources))
+        evidence = self._gather_evidence(manifest, operation, lookup, sources)
+        run_checks(GATHER, evidence)
         late = self._late(operation, "gather")
         if late is None:
             with self.searches.reading(lookup.number):
-                outcome = self._gather(operation, lookup, sources)
+                outcome = self._gather(evidence)
         self.searches.finish(lookup.number)
         return outcome if late is None else late
 
@@ -271,11 +272,10 @@ class Retrieval:
             len(found) - len(kept),
         )
 
-    def _gather(
-        self, operation: QueryOperation, lookup: LookupReceipt, sources: Sequence[str]
-    ) -> Gathered | FallbackDecision:
+    def _gather(self, evidence: GatherEvidence) -> Gathered | FallbackDecision:
+        operation, lookup = evidence.operation, evidence.lookup
         layout, destination = self.rows.layout, self.destination
-        plan = self._plan(lookup, sources)
+        plan = self._plan(evidence)
         rows = gather_rows(
             plan,
             self.tiers,
@@ -294,8 +294,8 @@ class Retrieval:
             operation.query_head,
             operation.kv_head,
             lookup.candidates,
-            tuple(sources),
-            tuple(self._states.replica(row.record, row.tier).generation for row in plan),
+            tuple(row.tier for row in evidence.rows),
+            tuple(-1 if row.replica is None else row.replica.generation for row in evidence.rows),
             destination.tier,
             rows.grant.slot,
             rows.grant.generation,
@@ -308,17 +308,17 @@ class Retrieval:
         visible = destination.arena.backing.readable(rows.grant.slot)
         return Gathered(receipt, rows.grant, visible[: rows.size // 2], visible[rows.size // 2 : rows.size])
 
-    def _plan(self, lookup: LookupReceipt, sources: Sequence[str]) -> list[RowPlan]:
+    def _plan(self, evidence: GatherEvidence) -> list[RowPlan]:
         plan = []
-        for position, tier in zip(lookup.candidates, sources, strict=True):
-            record = self.rows.chunk_at(position)
-            if record is None or tier not in self.tiers:
+        for row in evidence.rows:
+            record = self.rows.chunk_at(row.position)
+            if record is None or row.tier not in self.tiers:
                 raise RetrievalError(
                     Reason.REPLICA_MISSING,
-                    f"position {position} lies in no chunk of the history, or tier {tier!r} gives out no rows",
+                    f"position {row.position} lies in no chunk of the history, or tier {row.tier!r} gives out no rows",
                     field="lookup.candidates",
                 )
-            plan.append(RowPlan(position, record, tier))
+            plan.append(RowPlan(row.position, record, row.tier))
         return plan
 
     def _late(self, operation: QueryOperation, stage: str) -> FallbackDecision | None:
