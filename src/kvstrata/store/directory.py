@@ -232,6 +232,7 @@ class Directory:
             if state is FileReplicaState.PUBLISHED:
                 self.generation += 1
                 record.durable.generation = self.generation
+                record.durable.layout = record.durable.payload = None
                 self._appoint(record, fresh=record.durable)
             elif state is FileReplicaState.REVOKED:
                 self._appoint(record)
@@ -272,6 +273,7 @@ class Directory:
             replica.generation = self.generation
             replica.state = FileReplicaState.PUBLISHED
             replica.epoch = record.epoch
+            replica.layout = replica.payload = None
 
     def _appoint(self, record: ChunkRecord, fresh: Replica | None = None) -> None:
         """Choose the authority anew, and count under a new epoch the copies that are valid now."""

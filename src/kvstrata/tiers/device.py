@@ -12,10 +12,19 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kvstrata.contract.capability import DEVICE, Persistence, TierCapability, Visibility
 from kvstrata.errors import Reason, UnsupportedError
 from kvstrata.tiers.memory import Backing, HostBacking
 
-__all__ = ["CudaBacking", "HostTensorBacking", "PinnedPool", "TensorBacking", "device_memory", "open_backing"]
+__all__ = [
+    "CudaBacking",
+    "HostTensorBacking",
+    "PinnedPool",
+    "TensorBacking",
+    "device_capability",
+    "device_memory",
+    "open_backing",
+]
 
 
 class TensorBacking(Backing, Protocol):
@@ -150,6 +159,22 @@ def open_backing(slot_bytes: int, slots: int, device: torch.device) -> TensorBac
     if device.type == "cuda":
         return CudaBacking(slot_bytes, slots, device)
     raise UnsupportedError(Reason.MODEL_UNSUPPORTED, f"device {device} is not served", "move the model to CPU or CUDA")
+
+
+def device_capability(device: torch.device) -> TierCapability:
+    """What the memory of `device` can do. A CPU's is host memory, so that files are read straight into its slots."""
+    on_host = device.type == "cpu"
+    return TierCapability(
+        DEVICE,
+        "host" if on_host else str(device),
+        kernel_readable=True,
+        dma_source=True,
+        dma_destination=True,
+        persistence=Persistence.PROCESS,
+        visibility=Visibility.WRITE if on_host else Visibility.STREAM_EVENT,
+        partial_attention=True,
+        alignment=4096 if on_host else 256,
+    )
 
 
 def device_memory(device: torch.device) -> int:

@@ -15,12 +15,25 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata.contract.capability import HOST, Persistence, TierCapability, Visibility
 from kvstrata.contract.states import SLOT, SlotState
 from kvstrata.errors import ConfigurationError, Reason, StateError
 
-__all__ = ["Backing", "Grant", "HostBacking", "MemoryArena"]
+__all__ = ["HOST_MEMORY", "Backing", "Grant", "HostBacking", "MemoryArena"]
 
 _ALIGNMENT = 4096
+
+HOST_MEMORY = TierCapability(
+    HOST,
+    "host",
+    kernel_readable=False,
+    dma_source=True,
+    dma_destination=True,
+    persistence=Persistence.PROCESS,
+    visibility=Visibility.WRITE,
+    alignment=_ALIGNMENT,
+)
+"""What the host's memory can do: an arena of its own, or the buffers through which other tiers reach a device."""
 
 
 class Grant(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from kvstrata.contract.capability import DEVICE, legal_path
 from kvstrata.contract.identity import ChunkContext
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import Ledger, Recompute, RestoreReceipt, SaveReceipt
@@ -32,8 +33,8 @@ from kvstrata.store.host_cache import host_arena, open_host_cache
 from kvstrata.store.promotion import Promoter
 from kvstrata.store.publication import Publisher
 from kvstrata.store.store import Store
-from kvstrata.tiers.device import open_backing
-from kvstrata.tiers.memory import MemoryArena
+from kvstrata.tiers.device import device_capability, open_backing
+from kvstrata.tiers.memory import HOST_MEMORY, MemoryArena
 
 __all__ = ["Memory"]
 
@@ -89,11 +90,14 @@ class Memory:
         self.wrapping = Wrapping(self, compiled)
         self._backing = open_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing, wipe=wipe)
-        self._host_arena = host_arena(layout.segment_bytes, host_slots, wipe=wipe) if host_slots else None
-        self.directory = Directory(self.arena, context.abi.layers, self._host_arena)
+        host = host_arena(layout.segment_bytes, host_slots, wipe=wipe) if host_slots else None
+        self.directory = Directory(self.arena, context.abi.layers, host)
         self.host = open_host_cache(self.directory)
         self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
-        self._publisher = Publisher(self.directory, store.tier, layout, clock) if not store.read_only else None
+        self.tiers = {each.tier: each for each in (device_capability(self.device), HOST_MEMORY, store.tier.capability)}
+        lower = store.tier.capability.tier
+        writable = legal_path(DEVICE, lower, self.tiers) is not None
+        self._publisher = Publisher(self.directory, store.tier, layout, clock) if writable else None
         self._promoter: Promoter | None = None
 
     def __enter__(self) -> Memory:
@@ -141,9 +145,8 @@ class Memory:
 
     def _discard(self) -> None:
         self._closed = True
-        self.arena.close()
-        if self._host_arena is not None:
-            self._host_arena.close()
+        for arena in filter(None, (self.arena, self.directory.host)):
+            arena.close()
         if self._owns_store:
             self.store.close()
 
@@ -282,11 +285,10 @@ class Memory:
         """Every byte and second so far, over all open requests; after the block, as it stood when the block ended."""
         if self._final is not None:
             return self._final
-        totals = self._publisher.totals if self._publisher is not None else None
+        totals = None if self._publisher is None else self._publisher.totals
         histories = [row.history for request in self._requests for row in request.rows]
         staged = max((self._staged_peak, *(request.plan.staged_peak for request in self._requests)))
-        open_recomputes = [item for request in self._requests for item in request.recomputes]
-        recomputes = (*self._recomputes, *open_recomputes)
+        recomputes = (*self._recomputes, *(item for request in self._requests for item in request.recomputes))
         return self.log.ledger(histories, staged, totals, recomputes)
 
     @contextlib.contextmanager
