@@ -78,6 +78,7 @@ class Reason(StrEnum):
     CHUNK_DAMAGED = "chunk_damaged"
     CHUNK_FOREIGN = "chunk_foreign"
     CHUNK_FORMAT_NEWER = "chunk_format_newer"
+    CHUNK_PINNED = "chunk_pinned"
     TOKENS_DIFFER = "tokens_differ"
 
     SESSION_NAME_INVALID = "session_name_invalid"

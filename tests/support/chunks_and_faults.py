@@ -132,9 +132,9 @@ def flip(path: Path, byte: int, bit: int = 0) -> None:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """All files below `root` with their content, lock files aside."""
+    """All files below `root` with their content, but for locks and the catalog, which opening alone changes."""
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file() and not path.name.startswith("lock")
+        if path.is_file() and not path.name.startswith(("lock", "catalog.")) and path.parent.name != "owners"
     }

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.contract.identity import ChunkContext, Namespace
-from kvstrata.errors import KvstrataError, Reason, SessionError, StoreError
+from kvstrata.errors import KvstrataError, Reason, SessionError, StateError, StoreError
 from kvstrata.sessions.names import folder_name
 from kvstrata.sessions.snapshots import Snapshot
+from kvstrata.store.catalog import Catalog
+from kvstrata.store.catalog_pins import session_owner
 from kvstrata.store.collection import CollectOutcome, CollectResult
 from kvstrata.store.store import Store
 from kvstrata.tiers.filesystem import storage_error, write_fully
@@ -63,26 +65,24 @@ class SessionStore:
     ) -> Snapshot:
         """Publish a new snapshot of `name`; its chunks must have been published before. Earlier snapshots stay.
 
-        Two processes that save at once get two sequences. Errors: `SessionError` with SESSION_NAME_INVALID;
+        The chunks are pinned before the manifest is there, so that nobody evicts them in between. Two processes that save at once get two sequences. Errors: `SessionError` with SESSION_NAME_INVALID;
         `StoreError` with CHUNK_MISSING, STORE_READ_ONLY, STORE_FULL or STORE_IO, after which nothing is visible.
         """
         self.store.require_writable()
         folder = self._root / folder_name(context.namespace.tenant, name)
         for chunk in chunks:
             if not self.store.tier.has(chunk):
-                raise StoreError(
-                    Reason.CHUNK_MISSING,
-                    f"session {name!r} cannot be saved: chunk {chunk.hex()} is not in the store",
-                    "store all chunks first, then save the session",
-                )
+                raise _chunk_missing(name, chunk)
         ids = tuple(int(token) for token in token_ids)
         created = self._now()
+        taken: set[int] = set()
         try:
             while True:
-                sequence = max(self._sequences(folder), default=0) + 1
+                sequence = max({0, *self._sequences(folder), *taken}) + 1
                 numbered = Snapshot(name, sequence, context, ids, tuple(chunks), int(frontier), created)
                 if self._publish(folder, numbered):
                     return numbered
+                taken.add(sequence)
         except StoreError:
             raise
         except OSError as error:
@@ -164,6 +164,7 @@ class SessionStore:
             for number in chosen:
                 with contextlib.suppress(FileNotFoundError):
                     self.store.files.unlink(folder / _file_name(number))
+                self._catalog().unpin(session_owner(folder.name, number))
         except OSError as error:
             raise storage_error(error, f"removing session {name!r} from {self.store.path}") from error
         with contextlib.suppress(OSError):
@@ -180,19 +181,29 @@ class SessionStore:
             return CollectResult(CollectOutcome.UNREADABLE, reason=error.reason, detail=error.cause)
 
     def _publish(self, folder: Path, snapshot: Snapshot) -> bool:
-        files = self.store.files
+        """Whether the manifest is there now; `False` when its sequence is taken."""
+        files, pins = self.store.files, self._catalog().pins
         temporary = self.store.path / "tmp" / f"{folder.name}.{os.getpid()}-{os.urandom(8).hex()}"
-        files.makedirs(temporary.parent)
+        final = folder / _file_name(snapshot.sequence)
+        content = snapshot.encode()
+        claim = pins.claim_session(folder.name, snapshot.sequence, snapshot.chunks, temporary.name, len(content))
+        if claim.missing:
+            raise _chunk_missing(snapshot.name, claim.missing[0])
+        if claim.taken:
+            return False
+        linked = False
         try:
+            files.makedirs(temporary.parent)
             fd = files.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR)
             try:
-                write_fully(files, fd, [memoryview(snapshot.encode())], 0)
+                write_fully(files, fd, [memoryview(content)], 0)
                 if self.store.tier.durable:
                     files.fdatasync(fd)
             finally:
                 files.close(fd)
             files.makedirs(folder)
-            files.link(temporary, folder / _file_name(snapshot.sequence))
+            files.link(temporary, final)
+            linked = True
             if self.store.tier.durable:
                 files.sync_directory(folder)
                 files.sync_directory(self._root)
@@ -205,7 +216,15 @@ class SessionStore:
         finally:
             with contextlib.suppress(OSError):
                 files.unlink(temporary)
+            pins.settle_session(claim, len(content) if linked else None)
         return True
+
+    def _catalog(self) -> Catalog:
+        catalog = self.store.catalog
+        if catalog is None:
+            self.store.require_writable()
+            raise StateError(Reason.CLOSED, f"the store at {self.store.path} is closed", "open it again")
+        return catalog
 
     def _read(self, folder: Path, sequence: int) -> Snapshot:
         path = folder / _file_name(sequence)
@@ -243,6 +262,14 @@ class SessionStore:
             f"{what} is not in {self.store.path}",
             f"`kvstrata store ls --store {self.store.path}` lists the sessions there",
         )
+
+
+def _chunk_missing(name: str, chunk: bytes) -> StoreError:
+    return StoreError(
+        Reason.CHUNK_MISSING,
+        f"session {name!r} cannot be saved: chunk {chunk.hex()} is not in the store",
+        "store all chunks first, then save the session",
+    )
 
 
 def _file_name(sequence: int) -> str:

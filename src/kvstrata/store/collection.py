@@ -8,10 +8,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvstrata.errors import Reason
-from kvstrata.tiers.files import FileTier
+from kvstrata.store.catalog import Catalog
+from kvstrata.store.rebuild import chunk_files
 from kvstrata.tiers.filesystem import FileSystem, storage_error
 
-__all__ = ["CollectOutcome", "CollectResult", "StoreUsage", "measure", "remove_temporaries", "remove_unreferenced"]
+__all__ = ["CollectOutcome", "CollectResult", "StoreUsage", "measure", "remove_strays", "remove_temporaries"]
 
 
 class CollectOutcome(StrEnum):
@@ -79,9 +80,11 @@ def remove_temporaries(root: Path, files: FileSystem) -> tuple[int, int]:
     return _remove([path for path, _ in _sizes(root / "tmp", "*")], files)
 
 
-def remove_unreferenced(tier: FileTier, keep: Collection[bytes], files: FileSystem) -> tuple[int, int]:
-    """Remove chunks outside `keep`; returns their number and bytes. Only for a caller that holds the store alone."""
-    return _remove([tier.path(chunk) for chunk in sorted(tier.list()) if chunk not in keep], files)
+def remove_strays(root: Path, catalog: Catalog, keep: Collection[bytes], files: FileSystem) -> tuple[int, int]:
+    """Remove chunk files outside `keep` that no row stands for; returns their number and bytes. Only for a caller that
+    holds the store alone."""
+    published = frozenset(catalog.journal.list())
+    return _remove([path for chunk, path in chunk_files(root) if chunk not in published and chunk not in keep], files)
 
 
 def _remove(paths: list[Path], files: FileSystem) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """A store: the directory in which chunks and sessions outlive the process.
 
-    store.json      marker and format
+    store.json      marker, format and name
     chunks/ tmp/ damaged/     the file tier (`kvstrata.tiers.files`)
+    catalog.*, owners/        its directory (`kvstrata.store.catalog`)
     sessions/       manifests (`kvstrata.sessions`)
     lock, lock.collect        who uses it (`kvstrata.store.lock`)
 
-Any number of processes may open a store at once. Chunks are shared by everything that refers to them, and removed only
-by an opener that is alone.
+Any number of processes may open a store at once. Chunks are shared by everything that refers to them. `evict` removes
+what nobody has pinned, at any time; `collect` removes what no session needs, for an opener that is alone.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from kvstrata.errors import Reason, StateError, StoreError
+from kvstrata.errors import ConfigurationError, Reason, StateError, StoreError
+from kvstrata.store.catalog import Catalog
+from kvstrata.store.catalog_database import CatalogDamaged, Connect, alone_at_gate, connect_sqlite
 from kvstrata.store.collection import (
     CollectOutcome,
     CollectResult,
     StoreUsage,
     measure,
+    remove_strays,
     remove_temporaries,
-    remove_unreferenced,
 )
+from kvstrata.store.deletion import EvictResult, evict
 from kvstrata.store.lock import StoreLock
-from kvstrata.store.marker import prepare
+from kvstrata.store.marker import STORE_FORMAT, Marker, prepare, write_marker
 from kvstrata.store.verification import ChunkVerdict, verify_chunks
 from kvstrata.tiers.files import FileSystem, FileTier, OsFiles
 from kvstrata.tiers.filesystem import storage_error
@@ -41,11 +45,15 @@ class Store:
 
     create: make it when the path does not exist or is an empty directory. durable: see `FileTier`. read_only: `True`
     never writes; `False` insists on writing; `None` writes where the system permits it, and `read_only` says which it
-    was. max_bytes: hard cap on the bytes below `path`. wait_s: longest wait for another process that deletes.
+    was. max_bytes: hard cap on the bytes of chunks, manifests, temporary and damaged files over all processes; the
+    catalog itself comes on top. zero_tenants: tenants whose files are overwritten with zeros before they go. progress:
+    called with chunk files done and in all while a catalog is built, for a store that has none. wait_s: longest wait
+    for another process that deletes.
 
     Attributes:
         path: its directory.
         tier: the `FileTier` of its chunks.
+        catalog: its directory of chunks; `None` where it may only be read and has no sound one.
         read_only: whether writes are refused.
         files: the system calls in use.
 
@@ -61,12 +69,18 @@ class Store:
         durable: bool = False,
         read_only: bool | None = None,
         max_bytes: int | None = None,
+        zero_tenants: Collection[str] = (),
+        progress: Callable[[int, int], None] = lambda done, total: None,
         files: FileSystem | None = None,
+        connect: Connect = connect_sqlite,
         wait_s: float = 10.0,
     ) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            raise ConfigurationError(Reason.INVALID_ARGUMENT, f"max_bytes={max_bytes} must be positive")
         self.path = Path(path).expanduser()
         self.files: FileSystem = files if files is not None else OsFiles()
-        prepare(self.path, create=create and not read_only, files=self.files)
+        self.catalog: Catalog | None = None
+        marker = prepare(self.path, create=create and not read_only, files=self.files)
         self.read_only = read_only is True or not self._may_write(insist=read_only is False)
         try:
             self._lock: StoreLock | None = StoreLock(self.path, create=not self.read_only)
@@ -74,15 +88,29 @@ class Store:
             raise storage_error(error, f"locking the store {self.path}") from error
         try:
             self._lock.share(wait_s)
+            if not self.read_only and marker.format < STORE_FORMAT:
+                marker = self._upgrade()
+            self.catalog = self._open_catalog(
+                marker,
+                durable=durable,
+                max_bytes=max_bytes,
+                zero_tenants=zero_tenants,
+                progress=progress,
+                connect=connect,
+            )
             if not self.read_only:
                 with self._lock.exclusive() as alone:
                     if alone:
                         remove_temporaries(self.path, self.files)
         except BaseException:
-            self._lock.close()
+            self.close()
             raise
         self.tier = FileTier(
-            self.path, durable=durable, files=self.files, read_only=self.read_only, max_bytes=max_bytes
+            self.path,
+            durable=durable,
+            files=self.files,
+            read_only=self.read_only,
+            journal=self.catalog.journal if self.catalog else None,
         )
 
     def usage(self) -> StoreUsage:
@@ -111,9 +139,27 @@ class Store:
                 detail = f"{self.path} is also open in {lock.describe_holders()}"
                 return CollectResult(CollectOutcome.BUSY, reason=Reason.STORE_BUSY, detail=detail)
             wanted = frozenset(keep() if callable(keep) else keep)
-            chunks, chunk_bytes = remove_unreferenced(self.tier, wanted, self.files)
+            assert self.catalog is not None
+            self.catalog.recover()
+            evicted = evict(self.catalog, [chunk for chunk in self.tier.list() if chunk not in wanted])
+            strays, stray_bytes = remove_strays(self.path, self.catalog, wanted, self.files)
             temporaries, temporary_bytes = remove_temporaries(self.path, self.files)
-        return CollectResult(CollectOutcome.DONE, chunks, temporaries, chunk_bytes + temporary_bytes)
+        return CollectResult(
+            CollectOutcome.DONE,
+            len(evicted.removed) + strays,
+            temporaries,
+            evicted.bytes_freed + stray_bytes + temporary_bytes,
+        )
+
+    def evict(self, chunks: Collection[bytes]) -> EvictResult:
+        """Remove `chunks` while other processes may use the store; those that are pinned, or not there, are refused.
+
+        Blocks. A reader that has one open reads it to the end, unless its tenant asks for zeros: it finds it damaged
+        then. Errors: `StoreError`.
+        """
+        self.require_writable()
+        assert self.catalog is not None
+        return evict(self.catalog, chunks)
 
     def require_writable(self) -> None:
         """Errors: `StoreError` with STORE_READ_ONLY when writes are refused, `StateError` after `close`."""
@@ -126,7 +172,9 @@ class Store:
             )
 
     def close(self) -> None:
-        """Let go of the store. Idempotent."""
+        """Let go of the store; leases end. Idempotent."""
+        if self.catalog is not None:
+            self.catalog.close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -143,6 +191,20 @@ class Store:
         if self._lock is None:
             raise StateError(Reason.CLOSED, f"the store at {self.path} is closed", "open it again")
         return self._lock
+
+    def _upgrade(self) -> Marker:
+        """Files alone become files with a catalog, which is built when it is opened. One process does it."""
+        with alone_at_gate(self.path):
+            current = prepare(self.path, create=False, files=self.files)
+            return current if current.format >= STORE_FORMAT else write_marker(self.path, self.files, upgrade=True)
+
+    def _open_catalog(self, marker: Marker, **options: Any) -> Catalog | None:
+        if not self.read_only:
+            return Catalog(self.path, marker.id, self.files, **options)
+        # Files say themselves what they are: a reader does without a catalog that it cannot use.
+        with contextlib.suppress(CatalogDamaged, StoreError):
+            return Catalog(self.path, marker.id, self.files, read_only=True, connect=options["connect"])
+        return None
 
     def _may_write(self, *, insist: bool) -> bool:
         probe = self.path / "tmp" / f"probe.{os.getpid()}"

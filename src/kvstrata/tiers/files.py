@@ -5,13 +5,12 @@
     root/damaged/                             files that failed a check, moved aside; never read again
 
 A write is a transaction: reserve, copy, validate, publish, release. Whatever fails, readers see the whole chunk or
-nothing.
+nothing. With a journal a chunk is published when its row says so; without one, when its file has its name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import re
@@ -19,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from kvstrata.contract.capability import FILES, Persistence, TierCapability, Visibility
@@ -27,10 +25,10 @@ from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import ConfigurationError, DamagedError, Reason, StoreError
 from kvstrata.ports import Clock
-from kvstrata.tiers.capacity import Capacity
 from kvstrata.tiers.chunk_file import ChunkFile, ReadReceipt
 from kvstrata.tiers.chunk_format import ALIGNMENT, Header, payload_bytes
-from kvstrata.tiers.filesystem import FileSystem, OsFiles, storage_error, write_fully
+from kvstrata.tiers.filesystem import NO_HARD_LINKS, FileSystem, OsFiles, storage_error, write_fully
+from kvstrata.tiers.journal import WriteJournal, WriteOutcome
 
 __all__ = [
     "ChunkFile",
@@ -40,21 +38,13 @@ __all__ = [
     "ReadReceipt",
     "WriteOutcome",
     "WriteReceipt",
+    "chunk_path",
     "payload_bytes",
 ]
 
 _NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _DAMAGED_KEPT = 16
 _PUBLISH_ATTEMPTS = 8
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-
-
-class WriteOutcome(StrEnum):
-    """How a write ended; each means that a verified replica of the chunk is now in the tier."""
-
-    WRITTEN = "written"
-    ALREADY_PRESENT = "already_present"
-    REPLACED = "replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +68,8 @@ class FileTier:
     """Chunks as files below `root`. Safe for several threads and several processes at once; every call blocks.
 
     durable: a published chunk has reached the disk (fdatasync of the file, fsync of its directory) before `write`
-    returns. files: the system calls. read_only: refuse writes and never touch the directory. max_bytes:
-    hard cap on all files below `root`, temporaries included, over all processes. clock: for receipts.
+    returns. files: the system calls. read_only: refuse writes and never touch the directory. journal: whose rows say
+    what is published, and which holds a cap; without one the names of the files do. clock: for receipts.
     """
 
     def __init__(
@@ -89,14 +79,14 @@ class FileTier:
         durable: bool = False,
         files: FileSystem | None = None,
         read_only: bool = False,
-        max_bytes: int | None = None,
+        journal: WriteJournal | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self.root = root
         self.durable = durable
         self.read_only = read_only
         self._files = files if files is not None else OsFiles()
-        self._capacity = None if max_bytes is None else Capacity(root, max_bytes)
+        self._journal = journal
         self._clock = clock
         self._serial = itertools.count()
         self._revoked: set[bytes] = set()
@@ -118,15 +108,17 @@ class FileTier:
 
     def path(self, chunk: bytes) -> Path:
         """Where the file of `chunk` lies, whether it exists or not."""
-        name = chunk.hex()
-        return self.root / "chunks" / name[:2] / f"{name}.kv"
+        return chunk_path(self.root, chunk)
 
     def has(self, chunk: bytes) -> bool:
-        """Whether a file of that name is published. A hit, not yet an arrival: `open` and `read_into` verify."""
-        return chunk not in self._revoked and self.path(chunk).is_file()
+        """Whether a chunk of that name is published. A hit, not yet an arrival: `open` and `read_into` verify."""
+        return self._published(chunk) and self.path(chunk).is_file()
 
     def list(self) -> Iterator[bytes]:
         """Digests of all published chunks, in no particular order; a snapshot is not promised while others write."""
+        if self._journal is not None:
+            yield from (chunk for chunk in self._journal.list() if chunk not in self._revoked)
+            return
         try:
             shards = list(filter(Path.is_dir, (self.root / "chunks").iterdir()))
         except FileNotFoundError:
@@ -146,6 +138,13 @@ class FileTier:
             raise DamagedError(
                 Reason.CHUNK_MISSING,
                 f"chunk {chunk.hex()} was found damaged earlier and is not read again",
+                "its rows are recomputed from the tokens",
+                chunk=chunk.hex(),
+            )
+        if not self._published(chunk):
+            raise DamagedError(
+                Reason.CHUNK_MISSING,
+                f"chunk {chunk.hex()} is not published in {self.root}",
                 "its rows are recomputed from the tokens",
                 chunk=chunk.hex(),
             )
@@ -176,16 +175,20 @@ class FileTier:
         header = Header.of(identity, layout, sources)
         copying = self._clock()
         try:
-            temporary, fd = self._create(identity.digest)
+            temporary = self._temporary(identity.digest)
+            transaction = self._journal.reserve(identity, temporary.name, header.file_bytes) if self._journal else 0
             try:
-                self._copy(fd, header, sources)
+                self._copy(self._files.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR), header, sources)
                 validating = self._clock()
                 self._validate(temporary, header)
                 publishing = self._clock()
-                outcome = self._publish(temporary, identity.digest, layout, met)
-            finally:
-                with contextlib.suppress(OSError):
-                    self._files.unlink(temporary)
+                outcome = self._publish(transaction, temporary, header, met)
+            except BaseException:
+                self._discard(temporary)
+                if self._journal:
+                    self._journal.abort(transaction, identity)
+                raise
+            self._discard(temporary)
         except StoreError:
             raise
         except OSError as error:
@@ -208,38 +211,48 @@ class FileTier:
         The file moves to `damaged/`, where the latest 16 are kept. Where it cannot be moved, this object remembers that
         it must not be read. Either way it is no hit again until it is written anew.
         """
-        path = self.path(chunk)
         found = self.has(chunk)
+        recorded = self._journal is not None and self._journal.published(chunk)
         with self._lock:
             self._revoked.add(chunk)
-        if self.read_only or not found:
+        if self.read_only or not (found or recorded):
             return found
-        aside = self.root / "damaged"
         try:
-            self._files.makedirs(aside)
-            self._files.replace(path, aside / f"{path.stem}.{os.getpid()}-{next(self._serial)}")
-            self._trim(aside)
-        except FileNotFoundError:
-            return False
+            if self._journal is None:
+                found = self._set_aside(chunk)
+            else:
+                found = self._journal.remove(chunk, lambda: self._set_aside(chunk))
         except OSError:
             return True
         with self._lock:
             self._revoked.discard(chunk)
+        return found
+
+    def _published(self, chunk: bytes) -> bool:
+        return chunk not in self._revoked and (self._journal is None or self._journal.published(chunk))
+
+    def _set_aside(self, chunk: bytes) -> bool:
+        path, aside = self.path(chunk), self.root / "damaged"
+        try:
+            self._files.makedirs(aside)
+            self._files.replace(path, aside / f"{path.stem}.{os.getpid()}-{next(self._serial)}")
+        except FileNotFoundError:
+            return False
+        self._trim(aside)
         return True
 
-    def _create(self, chunk: bytes) -> tuple[Path, int]:
+    def _temporary(self, chunk: bytes) -> Path:
+        """A name that no file has: process ids come back, and a journal's names are unique over all processes."""
         self._files.makedirs(self.root / "tmp")
-        while True:
-            temporary = self.root / "tmp" / f"{chunk.hex()}.{os.getpid()}-{next(self._serial)}"
-            try:
-                return temporary, self._files.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR)
-            except FileExistsError:
-                continue
+        return self.root / "tmp" / f"{chunk.hex()}.{os.getpid()}-{next(self._serial)}-{os.urandom(4).hex()}"
+
+    def _discard(self, temporary: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._files.unlink(temporary)
 
     def _copy(self, fd: int, header: Header, sources: Sequence[Sequence[memoryview]]) -> None:
         try:
-            with self._capacity.reserving(header.file_bytes) if self._capacity else contextlib.nullcontext():
-                self._files.allocate(fd, header.file_bytes)
+            self._files.allocate(fd, header.file_bytes)
             write_fully(self._files, fd, [memoryview(header.encode())], 0)
             for entry, buffers in zip(header.segments, sources, strict=True):
                 write_fully(self._files, fd, buffers, entry.offset)
@@ -264,9 +277,31 @@ class FileTier:
         if not same:
             raise StoreError(Reason.STORE_IO, f"the header written to {self.root} reads back otherwise")
 
-    def _publish(self, temporary: Path, chunk: bytes, layout: SegmentLayout, outcome: WriteOutcome) -> WriteOutcome:
+    def _publish(self, transaction: int, temporary: Path, header: Header, met: WriteOutcome) -> WriteOutcome:
+        chunk = header.identity.digest
+        self._files.makedirs(self.path(chunk).parent)
+        if self._journal is None:
+            return self._link_or_replace(temporary, chunk, header.layout, met)
+        return self._journal.publish(transaction, header, lambda same: self._place(temporary, chunk, met, same=same))
+
+    def _place(self, temporary: Path, chunk: bytes, met: WriteOutcome, *, same: bool) -> WriteOutcome:
+        """Under a journal, which lets in one process at a time: a file without a row is never adopted."""
         final = self.path(chunk)
-        self._files.makedirs(final.parent)
+        if same and met is not WriteOutcome.REPLACED and final.is_file():
+            return WriteOutcome.ALREADY_PRESENT
+        try:
+            self._files.link(temporary, final)
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS and not isinstance(error, FileExistsError):
+                raise
+            self._files.replace(temporary, final)
+        self._sync(final)
+        return met
+
+    def _link_or_replace(
+        self, temporary: Path, chunk: bytes, layout: SegmentLayout, outcome: WriteOutcome
+    ) -> WriteOutcome:
+        final = self.path(chunk)
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
                 self._files.link(temporary, final)
@@ -279,20 +314,23 @@ class FileTier:
                     self._files.replace(temporary, final)
                     break
             except OSError as error:
-                if error.errno not in _NO_HARD_LINKS:
+                if error.errno not in NO_HARD_LINKS:
                     raise
                 self._files.replace(temporary, final)
                 break
         else:
             raise StoreError(Reason.STORE_IO, f"chunk {chunk.hex()} keeps changing in {self.root}", "try again")
+        self._sync(final)
+        return outcome
+
+    def _sync(self, final: Path) -> None:
         if self.durable:
             self._files.sync_directory(final.parent)
             self._files.sync_directory(final.parent.parent)
-        return outcome
 
     def _occupant(self, chunk: bytes, layout: SegmentLayout) -> WriteOutcome:
         """What writing `chunk` would meet: nothing, a valid replica, or one to replace; damaged ones move aside."""
-        if not self.path(chunk).is_file():
+        if not self.path(chunk).is_file() or not (self._journal is None or self._journal.published(chunk)):
             return WriteOutcome.WRITTEN
         try:
             with self.open(chunk) as present:
@@ -309,6 +347,12 @@ class FileTier:
         newest_first = sorted(aside.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for path in newest_first[_DAMAGED_KEPT:]:
             self._files.unlink(path)
+
+
+def chunk_path(root: Path, chunk: bytes) -> Path:
+    """Where the file of `chunk` lies below `root`, whether it exists or not."""
+    name = chunk.hex()
+    return root / "chunks" / name[:2] / f"{name}.kv"
 
 
 def _as_bytes(

@@ -13,7 +13,10 @@ from typing import Protocol
 
 from kvstrata.errors import Reason, StoreError
 
-__all__ = ["FileSystem", "OsFiles", "read_fully", "storage_error", "write_fully"]
+__all__ = ["NO_HARD_LINKS", "FileSystem", "OsFiles", "read_fully", "storage_error", "write_fully"]
+
+NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""Errors of `link` where a file system has no hard links, or no more of them."""
 
 _IOV_MAX = 1024
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

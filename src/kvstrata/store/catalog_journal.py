@@ -1,0 +1,294 @@
+"""Writes and removals of a file tier, as transactions of the catalog.
+
+    write      intent with its bytes -> temporary file -> validated -> final name and row in one transaction
+    removal    the row says DELETING, durably -> the file goes and then the row, in one transaction
+
+Every change of a file's final name happens under the database's write lock, so that no two processes ever change it at
+once, and a file that has its name without a row was left by a process that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from kvstrata.contract.identity import ChunkIdentity
+from kvstrata.contract.states import DURABLE_CHUNK, DurableChunkState
+from kvstrata.errors import KvstrataError, Reason, StoreError
+from kvstrata.store.catalog_database import CatalogDamaged, Database
+from kvstrata.store.catalog_mirror import Mirror, RemovalCounter
+from kvstrata.store.catalog_rows import ChunkRow, drop_row, find_row, insert_row, layout_digest, tenant_digest
+from kvstrata.store.catalog_schema import SPACE_USED
+from kvstrata.tiers.chunk_format import Header
+from kvstrata.tiers.files import ChunkFile, chunk_path
+from kvstrata.tiers.filesystem import FileSystem, storage_error
+from kvstrata.tiers.journal import WriteOutcome
+
+__all__ = ["CatalogJournal"]
+
+_ZEROS = memoryview(bytes(1 << 20))
+_LISTED_AT_ONCE = 4096
+
+
+class CatalogJournal:
+    """`WriteJournal` of the file tier below `root`, written as the process named `process`.
+
+    max_bytes: hard cap on the bytes of chunks, manifests, temporary and damaged files over all processes. zero_tenants:
+    digests of tenants whose files are overwritten before they go. reclaim: called once when the cap is reached, to give
+    back what dead processes had reserved. now: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        mirror: Mirror,
+        counter: RemovalCounter,
+        root: Path,
+        files: FileSystem,
+        process: Callable[[], str],
+        *,
+        max_bytes: int | None,
+        zero_tenants: Collection[bytes],
+        reclaim: Callable[[], object],
+        now: Callable[[], float],
+    ) -> None:
+        self.root = root
+        self._database = database
+        self._mirror = mirror
+        self._counter = counter
+        self._files = files
+        self._process = process
+        self._max_bytes = max_bytes
+        self._zero_tenants = frozenset(zero_tenants)
+        self._reclaim = reclaim
+        self._now = now
+
+    def published(self, chunk: bytes) -> bool:
+        return self._mirror.published(chunk)
+
+    def list(self) -> Iterator[bytes]:
+        last = b""
+        while True:
+            query = (
+                "SELECT digest FROM chunks WHERE state = 'published' AND digest > ? ORDER BY digest LIMIT ?",
+                (last, _LISTED_AT_ONCE),
+            )
+            rows = self._database.read(lambda database, query=query: database.execute(*query).fetchall())  # type: ignore[misc]
+            if not rows:
+                return
+            last = rows[-1][0]
+            yield from (row[0] for row in rows)
+
+    def reserve(self, identity: ChunkIdentity, temporary: str, nbytes: int) -> int:
+        return self.reserve_bytes(
+            nbytes,
+            lambda database: self._intend(database, identity.digest, temporary, nbytes),
+        )
+
+    def reserve_bytes(self, nbytes: int, change: Callable[[sqlite3.Connection], int]) -> int:
+        """Run `change`, which adds an intent of `nbytes`, unless the cap would be passed. Errors: as `reserve`."""
+
+        def reserve(database: sqlite3.Connection) -> int | None:
+            if self._max_bytes is not None and self._used(database) + nbytes > self._max_bytes:
+                return None
+            return change(database)
+
+        transaction = self._database.write(reserve)
+        if transaction is None:
+            self._reclaim()
+            transaction = self._database.write(reserve)
+        if transaction is None:
+            raise StoreError(
+                Reason.STORE_FULL,
+                f"{nbytes} bytes more would pass the cap of {self.root}: {self._database.read(self._used)} of"
+                f" {self._max_bytes} bytes are used",
+                "raise the cap, or remove sessions with `kvstrata store rm NAME`",
+            )
+        return transaction
+
+    def publish(self, transaction: int, header: Header, place: Callable[[bool], WriteOutcome]) -> WriteOutcome:
+        chunk = header.identity.digest
+        layout = layout_digest(header.layout)
+        with self._counter.guard() as announce:
+
+            def change(database: sqlite3.Connection) -> WriteOutcome:
+                row = find_row(database, chunk)
+                if row is not None and row.state is DurableChunkState.DELETING:
+                    announce()
+                    self._finish(database, row)
+                    row = None
+                outcome = place(row is not None and row.layout == layout)
+                database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
+                if row is None or outcome is not WriteOutcome.ALREADY_PRESENT:
+                    if row is not None:
+                        announce()
+                        drop_row(database, row)
+                    insert_row(database, header, self._now())
+                return outcome
+
+            outcome = self._database.write(change)
+        if outcome is not WriteOutcome.ALREADY_PRESENT:
+            self._mirror.forget(chunk)
+        return outcome
+
+    def abort(self, transaction: int, identity: ChunkIdentity) -> None:
+        chunk = identity.digest
+        zero = self._zeroes(tenant_digest(identity.context.namespace.tenant))
+
+        def change(database: sqlite3.Connection) -> None:
+            found = database.execute("SELECT temporary FROM intents WHERE id = ?", (transaction,)).fetchone()
+            self.settle(database, chunk, zero=zero)
+            if found is not None and zero:
+                self._discard(self.root / "tmp" / found[0], zero=True)
+            database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
+
+        # What stays behind is resolved by the next one who recovers.
+        with contextlib.suppress(KvstrataError, OSError, CatalogDamaged), self._counter.guard() as announce:
+            announce()
+            self._database.write(change)
+        self._mirror.forget(chunk)
+
+    def remove(self, chunk: bytes, aside: Callable[[], bool]) -> bool:
+        with self._counter.guard() as announce:
+
+            def change(database: sqlite3.Connection) -> bool:
+                row = find_row(database, chunk)
+                if row is None:
+                    return False
+                announce()
+                drop_row(database, row)
+                found = self._overwritten(chunk) if self._zeroes(row.tenant) else aside()
+                database.execute("UPDATE space SET damaged_bytes = ?", (_bytes_in(self.root / "damaged"),))
+                return found
+
+            found = self._database.write(change)
+        self._mirror.forget(chunk)
+        return found
+
+    def start_deleting(
+        self, chunks: Collection[bytes], refuse: Callable[[sqlite3.Connection, bytes], str]
+    ) -> tuple[list[ChunkRow], dict[bytes, str]]:
+        """Let the rows of `chunks` say DELETING, durably, but of those that have none or that `refuse` has words for.
+
+        Returns the rows, and why the others were left. The chunks are no hits any more when this returns.
+        """
+        with self._counter.guard() as announce:
+
+            def change(database: sqlite3.Connection) -> tuple[list[ChunkRow], dict[bytes, str]]:
+                rows: list[ChunkRow] = []
+                refused: dict[bytes, str] = {}
+                for chunk in chunks:
+                    row = find_row(database, chunk)
+                    if row is None:
+                        refused[chunk] = ""
+                    elif row.state is DurableChunkState.DELETING:
+                        rows.append(row)
+                    elif words := refuse(database, chunk):
+                        refused[chunk] = words
+                    else:
+                        announce()
+                        state = DURABLE_CHUNK.require(row.state, DurableChunkState.DELETING)
+                        zero = self._zeroes(row.tenant)
+                        database.execute(
+                            "UPDATE chunks SET state = ?, zero = ? WHERE id = ?", (str(state), int(zero), row.id)
+                        )
+                        database.execute("INSERT INTO removed(digest) VALUES (?)", (chunk,))
+                        rows.append(row)
+                return rows, refused
+
+            result = self._database.write(change)
+        for row in result[0]:
+            self._mirror.forget(row.chunk)
+        return result
+
+    def finish_deleting(self, chunks: Collection[bytes]) -> int:
+        """Remove files and rows of those of `chunks` whose rows say DELETING; returns the bytes of the files."""
+        with self._counter.guard() as announce:
+
+            def change(database: sqlite3.Connection) -> int:
+                freed = 0
+                for chunk in chunks:
+                    row = find_row(database, chunk)
+                    if row is not None and row.state is DurableChunkState.DELETING:
+                        announce()
+                        self._finish(database, row)
+                        freed += row.file_bytes
+                return freed
+
+            return self._database.write(change)
+
+    def settle(self, database: sqlite3.Connection, chunk: bytes, *, zero: bool = False) -> None:
+        """Inside a guarded transaction: make the file of `chunk` and its row agree after a write that did not end.
+
+        A file without a row goes. A row beside a file that took the place of its own is made anew from the header.
+        """
+        path = chunk_path(self.root, chunk)
+        row = find_row(database, chunk)
+        if row is None:
+            self._discard(path, zero=zero)
+        elif row.state is DurableChunkState.PUBLISHED:
+            with contextlib.suppress(StoreError), ChunkFile(self._files, path, chunk) as file:
+                if layout_digest(file.layout) != row.layout or file.header.file_bytes != row.file_bytes:
+                    drop_row(database, row)
+                    insert_row(database, file.header, self._now())
+
+    def discard_temporary(self, name: str, *, zero: bool) -> None:
+        """Remove a temporary file of a process that died; `zero`: overwritten first, where any tenant asks for it."""
+        self._discard(self.root / "tmp" / name, zero=zero and bool(self._zero_tenants))
+
+    def _intend(self, database: sqlite3.Connection, chunk: bytes, temporary: str, nbytes: int) -> int:
+        added = database.execute(
+            "INSERT INTO intents(process, chunk, temporary, bytes) VALUES (?, ?, ?, ?)",
+            (self._process(), chunk, temporary, nbytes),
+        )
+        return int(added.lastrowid or 0)
+
+    def _finish(self, database: sqlite3.Connection, row: ChunkRow) -> None:
+        DURABLE_CHUNK.require(row.state, DurableChunkState.GONE)
+        self._discard(chunk_path(self.root, row.chunk), zero=row.zero)
+        drop_row(database, row)
+
+    def _overwritten(self, chunk: bytes) -> bool:
+        path = chunk_path(self.root, chunk)
+        found = path.is_file()
+        self._discard(path, zero=True)
+        return found
+
+    def _discard(self, path: Path, *, zero: bool) -> None:
+        try:
+            if zero:
+                self._overwrite(path)
+            self._files.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, f"removing {path}") from error
+
+    def _overwrite(self, path: Path) -> None:
+        fd = self._files.open(path, os.O_RDWR)
+        try:
+            left, offset = self._files.size(fd), 0
+            while left > offset:
+                offset += self._files.pwritev(fd, [_ZEROS[: left - offset]], offset)
+            self._files.fdatasync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _zeroes(self, tenant: bytes) -> bool:
+        return tenant in self._zero_tenants
+
+    @staticmethod
+    def _used(database: sqlite3.Connection) -> int:
+        return int(database.execute(SPACE_USED).fetchone()[0])
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+    return total
