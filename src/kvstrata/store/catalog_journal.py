@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = ["CatalogJournal"]
 
 _ZEROS = memoryview(bytes(1 << 20))
 _LISTED_AT_ONCE = 4096
+_TEMPORARY = re.compile(r"[0-9a-z][-.0-9a-z]*")
 
 
 class CatalogJournal:
@@ -142,7 +144,7 @@ class CatalogJournal:
             found = database.execute("SELECT temporary FROM intents WHERE id = ?", (transaction,)).fetchone()
             self.settle(database, chunk, zero=zero)
             if found is not None and zero:
-                self._discard(self.root / "tmp" / found[0], zero=True)
+                self.discard_temporary(found[0], zero=True)
             database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
 
         # What stays behind is resolved by the next one who recovers.
@@ -170,22 +172,22 @@ class CatalogJournal:
 
     def start_deleting(
         self, chunks: Collection[bytes], refuse: Callable[[sqlite3.Connection, bytes], str]
-    ) -> tuple[list[ChunkRow], dict[bytes, str]]:
+    ) -> tuple[tuple[ChunkRow, ...], dict[bytes, str]]:
         """Let the rows of `chunks` say DELETING, durably, but of those that have none or that `refuse` has words for.
 
         Returns the rows, and why the others were left. The chunks are no hits any more when this returns.
         """
         with self._counter.guard() as announce:
 
-            def change(database: sqlite3.Connection) -> tuple[list[ChunkRow], dict[bytes, str]]:
-                rows: list[ChunkRow] = []
+            def change(database: sqlite3.Connection) -> tuple[tuple[ChunkRow, ...], dict[bytes, str]]:
+                rows: tuple[ChunkRow, ...] = ()
                 refused: dict[bytes, str] = {}
                 for chunk in chunks:
                     row = find_row(database, chunk)
                     if row is None:
                         refused[chunk] = ""
                     elif row.state is DurableChunkState.DELETING:
-                        rows.append(row)
+                        rows += (row,)
                     elif words := refuse(database, chunk):
                         refused[chunk] = words
                     else:
@@ -196,7 +198,7 @@ class CatalogJournal:
                             "UPDATE chunks SET state = ?, zero = ? WHERE id = ?", (str(state), int(zero), row.id)
                         )
                         database.execute("INSERT INTO removed(digest) VALUES (?)", (chunk,))
-                        rows.append(row)
+                        rows += (row,)
                 return rows, refused
 
             result = self._database.write(change)
@@ -237,6 +239,8 @@ class CatalogJournal:
 
     def discard_temporary(self, name: str, *, zero: bool) -> None:
         """Remove a temporary file of a process that died; `zero`: overwritten first, where any tenant asks for it."""
+        if not isinstance(name, str) or not _TEMPORARY.fullmatch(name):
+            raise CatalogDamaged(f"{name!r} is not the name of a temporary file")
         self._discard(self.root / "tmp" / name, zero=zero and bool(self._zero_tenants))
 
     def _intend(self, database: sqlite3.Connection, chunk: bytes, temporary: str, nbytes: int) -> int:

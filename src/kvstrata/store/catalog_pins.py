@@ -100,6 +100,11 @@ class Pins:
 
         self._database.write(change)
 
+    def pinned_by(self, owner: str) -> frozenset[bytes]:
+        """Chunks that `owner` has pinned, expired or not."""
+        query = "SELECT p.chunk FROM pins p JOIN owners o ON o.id = p.owner WHERE o.name = ?"
+        return self._database.read(lambda database: frozenset(row[0] for row in database.execute(query, (owner,))))
+
     def reason_to_keep(self, database: sqlite3.Connection, chunk: bytes) -> str:
         """Inside a transaction: who has pinned `chunk`, in words, or the empty string."""
         rows = database.execute(

@@ -83,8 +83,10 @@ def _rebuild_alone(
         database.execute("PRAGMA journal_mode = MEMORY")
         database.executescript(SCHEMA)
         database.execute("BEGIN")
-        start = max(generation, int(now() * 1000))
-        database.execute("INSERT INTO meta VALUES (?, ?, ?)", (store, start, (epoch or int(now())) + 1))
+        started = int(now() * 1e6)
+        database.execute(
+            "INSERT INTO meta VALUES (?, ?, ?)", (store, max(generation, started), max(epoch, started) + 1)
+        )
         _fill(database, root, files, progress)
         database.execute("COMMIT")
         database.execute("PRAGMA journal_mode = WAL")

@@ -6,7 +6,9 @@ finished, sessions whose manifest never came lose their pins, and the authority 
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from kvstrata.store.catalog_mirror import RemovalCounter
 from kvstrata.store.manifests import manifest_path
 from kvstrata.store.owners import is_alive, left_marks, remove_mark
 
-__all__ = ["RecoveryReport", "recover"]
+__all__ = ["RecoveryReport", "count_aside", "recover"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +57,40 @@ def recover(database: Database, journal: CatalogJournal, counter: RemovalCounter
     for process in left_marks(root):
         if process not in named:
             remove_mark(root, process)
+    database.write(lambda current: count_aside(current, root))
     epoch = database.read(lambda current: int(current.execute("SELECT authority_epoch FROM meta").fetchone()[0]))
     return replace(report, deletions=len(deletions), sessions=report.sessions + sessions, epoch=epoch)
 
 
+def count_aside(database: sqlite3.Connection, root: Path) -> None:
+    """Inside a transaction: count damaged files, and temporary files that no intent names."""
+    named = {row[0] for row in database.execute("SELECT temporary FROM intents")}
+    strays = sum(size for name, size in _sizes(root / "tmp") if name not in named)
+    damaged = sum(size for _, size in _sizes(root / "damaged"))
+    if database.execute("SELECT damaged_bytes, stray_bytes FROM space").fetchone() != (damaged, strays):
+        database.execute("UPDATE space SET damaged_bytes = ?, stray_bytes = ?", (damaged, strays))
+
+
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                # A file with two names has just been published and is counted as that.
+                if status.st_nlink == 1:
+                    yield path.name, status.st_size
+
+
 def _processes(database: Database) -> list[str]:
     query = "SELECT name FROM owners WHERE name NOT LIKE 'session:%' UNION SELECT process FROM intents"
-    return database.read(lambda current: [row[0] for row in current.execute(query)])
+    names = database.read(lambda current: [row[0] for row in current.execute(query)])
+    # A damaged row names nobody who could be alive.
+    return [name for name in names if isinstance(name, str)]
 
 
 def _deleting(database: Database) -> list[bytes]:
     query = "SELECT digest FROM chunks WHERE state = 'deleting'"
-    return database.read(lambda current: [row[0] for row in current.execute(query)])
+    return database.read(lambda current: [row[0] for row in current.execute(query) if isinstance(row[0], bytes)])
 
 
 def _bury(database: sqlite3.Connection, journal: CatalogJournal, root: Path, dead: list[str]) -> RecoveryReport:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from kvstrata.errors import ConfigurationError, Reason, StateError, StoreError
+from kvstrata.store.audit import Finding, audit, repair
 from kvstrata.store.catalog import Catalog
 from kvstrata.store.catalog_database import CatalogDamaged, Connect, alone_at_gate, connect_sqlite
 from kvstrata.store.collection import (
@@ -98,10 +99,11 @@ class Store:
                 progress=progress,
                 connect=connect,
             )
-            if not self.read_only:
+            if self.catalog is not None and not self.read_only:
                 with self._lock.exclusive() as alone:
                     if alone:
                         remove_temporaries(self.path, self.files)
+                        self.catalog.count_aside()
         except BaseException:
             self.close()
             raise
@@ -122,6 +124,17 @@ class Store:
         """Read every chunk and yield a verdict for each; calls `progress(done, total)` in chunks. Changes nothing."""
         self._open_lock()
         return verify_chunks(self.tier, progress)
+
+    def audit(self) -> list[Finding]:
+        """What does not agree between catalog, files and manifests; changes nothing; blocks. Errors: `StoreError`."""
+        self._open_lock()
+        return audit(self.catalog, self.path, self.files) if self.catalog is not None else []
+
+    def repair(self, findings: Iterable[Finding]) -> int:
+        """Put right what `audit` found; returns how many; blocks. Errors: `StoreError`."""
+        self.require_writable()
+        assert self.catalog is not None
+        return repair(self.catalog, self.path, self.files, findings)
 
     def collect(self, keep: Collection[bytes] | Callable[[], Collection[bytes]]) -> CollectResult:
         """Remove the chunks that are not in `keep`, and stale temporaries, if nobody else has the store open.
@@ -144,6 +157,7 @@ class Store:
             evicted = evict(self.catalog, [chunk for chunk in self.tier.list() if chunk not in wanted])
             strays, stray_bytes = remove_strays(self.path, self.catalog, wanted, self.files)
             temporaries, temporary_bytes = remove_temporaries(self.path, self.files)
+            self.catalog.count_aside()
         return CollectResult(
             CollectOutcome.DONE,
             len(evicted.removed) + strays,

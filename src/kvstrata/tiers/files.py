@@ -184,9 +184,9 @@ class FileTier:
                 publishing = self._clock()
                 outcome = self._publish(transaction, temporary, header, met)
             except BaseException:
-                self._discard(temporary)
                 if self._journal:
                     self._journal.abort(transaction, identity)
+                self._discard(temporary)
                 raise
             self._discard(temporary)
         except StoreError:
