@@ -87,7 +87,8 @@ def test_a_full_disk_is_a_refusal_and_reading_goes_on(tmp_path: Path) -> None:
     assert read(tier, lost) == lost.payload(0)
 
 
-def test_the_cap_is_never_passed_not_even_for_a_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("retention", "refusals"), [(None, 7), ("lru", 0)])
+def test_the_cap_is_never_passed_not_even_for_a_moment(tmp_path: Path, retention: str | None, refusals: int) -> None:
     """LMCache#1454: the disk tier passed its cap by far."""
     size = FileTier(tmp_path / "size").write(*make_chunk().arguments).bytes
     cap = 3 * size + size // 2
@@ -110,14 +111,14 @@ def test_the_cap_is_never_passed_not_even_for_a_moment(tmp_path: Path) -> None:
     try:
         for seed in range(10):
             try:
-                with Store(root, max_bytes=cap) as store:
+                with Store(root, max_bytes=cap, retention=retention) as store:
                     store.tier.write(*make_chunk(seed).arguments)
             except StoreError as error:
                 refused += error.reason is Reason.STORE_FULL
     finally:
         stop.set()
         watcher.join()
-    assert refused == 7
+    assert refused == refusals
     assert max(most) <= cap
 
 

@@ -7,7 +7,7 @@ request keeps writing to its copy, the stored one never changes.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvstrata.contract.identity import ChunkContext, ChunkIdentity, first_difference
 from kvstrata.contract.layout import SegmentLayout
@@ -118,6 +118,8 @@ def restore_session(
         if usable < wanted:
             reason = Reason.TOKENS_DIFFER
             detail = f"token {usable}: stored {stored[usable]}, wanted {token_ids[usable] if token_ids else '-'}"
+        count = -(-usable // history.context.chunk_tokens)
+        held = frozenset(store.in_use.hold(snapshot.chunks[:count])).symmetric_difference(snapshot.chunks[:count])
         try:
             read, metadata = _load(history, store, layout, snapshot, usable)
         except (DamagedError, ConfigurationError) as error:
@@ -125,6 +127,8 @@ def restore_session(
             if isinstance(error, DamagedError) and error.chunk and not store.read_only:
                 store.tier.revoke(bytes.fromhex(error.chunk))
                 _revoke_records(history, bytes.fromhex(error.chunk))
+        finally:
+            _lease(history, store, held)
     return RestoreReceipt(
         name=name,
         sequence=snapshot.sequence,
@@ -138,6 +142,16 @@ def restore_session(
         detail=detail,
         difference=difference,
     )
+
+
+def _lease(history: History, store: Store, held: Collection[bytes]) -> None:
+    """Keep the leases of the chunks that were taken over and had none, and end the others."""
+    surplus = set(held)
+    for record in history.chunks:
+        if record.digest in surplus and not record.leased:
+            record.leased = True
+            surplus.discard(record.digest)
+    store.in_use.drop(surplus)
 
 
 def _revoke_records(history: History, chunk: bytes) -> None:

@@ -11,6 +11,7 @@ Published means: the row says so. A file without a row is no hit.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sqlite3
 import threading
@@ -40,7 +41,7 @@ _TOUCHES_HELD = 4096
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A published chunk that nobody has pinned. file_bytes: what removing it frees. Times are seconds since 1970."""
+    """A published chunk. file_bytes: what removing it frees. Times are seconds since 1970."""
 
     chunk: bytes
     parent: bytes
@@ -182,20 +183,19 @@ class Catalog:
 
     def candidates(self, limit: int = 1000) -> list[Candidate]:
         """Published chunks without a pin in force, those first that were not used for longest. Blocks."""
+        return list(itertools.islice((each for each, pinned in self.published() if not pinned), limit))
+
+    def published(self) -> list[tuple[Candidate, str]]:
+        """All published chunks, those first that were not used for longest, each with who has pinned it, in words, or
+        the empty string. Blocks."""
         self.flush()
 
-        def query(database: sqlite3.Connection) -> list[Candidate]:
-            found: list[Candidate] = []
+        def query(database: sqlite3.Connection) -> list[tuple[Candidate, str]]:
             rows = database.execute(
                 "SELECT digest, parent, file_bytes, created, last_used, uses FROM chunks"
                 " WHERE state = 'published' ORDER BY last_used, id"
             )
-            for row in rows:
-                if not self.pins.reason_to_keep(database, row[0]):
-                    found.append(Candidate(*row))
-                    if len(found) >= limit:
-                        break
-            return found
+            return [(Candidate(*row), self.pins.reason_to_keep(database, row[0])) for row in rows.fetchall()]
 
         return self._database.read(query)
 

@@ -40,7 +40,8 @@ class CatalogJournal:
 
     max_bytes: hard cap on the bytes of chunks, manifests, temporary and damaged files over all processes. zero_tenants:
     digests of tenants whose files are overwritten before they go. reclaim: called once when the cap is reached, to give
-    back what dead processes had reserved. now: seconds since 1970.
+    back what dead processes had reserved. now: seconds since 1970. make_room: set by whoever may evict: called with the
+    bytes that are missing, and the chunk that wants them, before a write is refused.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class CatalogJournal:
         self._zero_tenants = frozenset(zero_tenants)
         self._reclaim = reclaim
         self._now = now
+        self.make_room: Callable[[int, ChunkIdentity | None], None] | None = None
 
     def published(self, chunk: bytes) -> bool:
         return self._mirror.published(chunk)
@@ -88,9 +90,12 @@ class CatalogJournal:
         return self.reserve_bytes(
             nbytes,
             lambda database: self._intend(database, identity.digest, temporary, nbytes),
+            identity,
         )
 
-    def reserve_bytes(self, nbytes: int, change: Callable[[sqlite3.Connection], int]) -> int:
+    def reserve_bytes(
+        self, nbytes: int, change: Callable[[sqlite3.Connection], int], identity: ChunkIdentity | None = None
+    ) -> int:
         """Run `change`, which adds an intent of `nbytes`, unless the cap would be passed. Errors: as `reserve`."""
 
         def reserve(database: sqlite3.Connection) -> int | None:
@@ -101,6 +106,11 @@ class CatalogJournal:
         transaction = self._database.write(reserve)
         if transaction is None:
             self._reclaim()
+            transaction = self._database.write(reserve)
+        if transaction is None and self.make_room is not None and self._max_bytes is not None:
+            missing = self._database.read(self._used) + nbytes - self._max_bytes
+            if missing > 0:
+                self.make_room(missing, identity)
             transaction = self._database.write(reserve)
         if transaction is None:
             raise StoreError(
@@ -237,7 +247,7 @@ class CatalogJournal:
                     drop_row(database, row)
                     insert_row(database, file.header, self._now())
 
-    def discard_temporary(self, name: str, *, zero: bool) -> None:
+    def discard_temporary(self, name: object, *, zero: bool) -> None:
         """Remove a temporary file of a process that died; `zero`: overwritten first, where any tenant asks for it."""
         if not isinstance(name, str) or not _TEMPORARY.fullmatch(name):
             raise CatalogDamaged(f"{name!r} is not the name of a temporary file")

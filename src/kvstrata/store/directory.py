@@ -9,7 +9,7 @@ copy is given up: an exact demotion keeps the old one until the new one has been
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
 from kvstrata.contract.capability import DEVICE, FILES, HOST
 from kvstrata.contract.identity import ChunkIdentity
@@ -28,7 +28,8 @@ class Directory:
 
     arena: the device's memory. layers: segments per chunk. host: a second memory tier below it, or `None`.
     generation: of the directory; every replica that comes to life takes the next one. survivors: valid copies of each
-    segment that must be left when one is given up.
+    segment that must be left when one is given up. dropped: called with the name of a leased chunk that is used no
+    more.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Directory:
         *,
         generation: int = 0,
         survivors: int = 1,
+        dropped: Callable[[bytes], None] = lambda chunk: None,
     ) -> None:
         if survivors < 1:
             raise ConfigurationError(Reason.INVALID_ARGUMENT, f"survivors={survivors} must be at least 1")
@@ -47,6 +49,7 @@ class Directory:
         self.layers = layers
         self.generation = generation
         self.survivors = survivors
+        self._dropped = dropped
         self._records: dict[bytes, ChunkRecord] = {}
         self._lock = threading.RLock()
 
@@ -105,6 +108,13 @@ class Directory:
                     self._release(record, layer)
                     self._release_host(record, layer)
                 self._records.pop(record.digest, None)
+                self.end_lease(record)
+
+    def end_lease(self, record: ChunkRecord) -> None:
+        """Let go of the durable replica, which may be evicted from now on."""
+        if record.leased:
+            record.leased = False
+            self._dropped(record.digest)
 
     def reserve(self, record: ChunkRecord, layer: int) -> Grant | None:
         """A device slot for a segment that is to be promoted, or `None` when every slot is taken.

@@ -17,7 +17,9 @@ from kvstrata.errors import KvstrataError, Reason, StoreError
 from kvstrata.ports import Clock
 from kvstrata.store.buffers import used_pages
 from kvstrata.store.directory import ChunkRecord, Directory
-from kvstrata.tiers.files import FileTier, WriteOutcome
+from kvstrata.store.uses import ChunksInUse
+from kvstrata.tiers.interface import ChunkTier
+from kvstrata.tiers.journal import WriteOutcome
 from kvstrata.tiers.memory import Grant
 
 __all__ = ["PublicationTotals", "Publisher"]
@@ -44,16 +46,22 @@ class PublicationTotals:
 
 
 class Publisher:
-    """Writes sealed chunks in the order they were submitted."""
+    """Writes sealed chunks in the order they were submitted. in_use: where what was written is held from eviction."""
 
     def __init__(
-        self, directory: Directory, tier: FileTier, layout: SegmentLayout, clock: Clock = time.perf_counter
+        self,
+        directory: Directory,
+        tier: ChunkTier,
+        layout: SegmentLayout,
+        clock: Clock = time.perf_counter,
+        in_use: ChunksInUse | None = None,
     ) -> None:
         self.directory = directory
         self.tier = tier
         self.layout = layout
         self.totals = PublicationTotals()
         self._clock = clock
+        self._in_use = in_use
         self._jobs: queue.SimpleQueue[tuple[ChunkRecord, list[Grant]] | None] = queue.SimpleQueue()
         self._settled = threading.Condition()
         self._pending: set[ChunkRecord] = set()
@@ -127,6 +135,10 @@ class Publisher:
         backing, tokens = self.directory.arena.backing, len(record.identity.token_ids)
         segments = [used_pages(backing.readable(grant.slot), self.layout, tokens) for grant in held]
         receipt = self.tier.write(record.identity, self.layout, segments)
+        if self._in_use is not None and not record.leased:
+            if self._in_use.hold([record.digest]):
+                raise StoreError(Reason.CHUNK_MISSING, "the chunk was removed as soon as it was written", "it is kept")
+            record.leased = True
         written = receipt.outcome is not WriteOutcome.ALREADY_PRESENT
         self._add(
             chunks=1,

@@ -63,7 +63,7 @@ class ChunkRecord:
     device, host, durable: its replicas. grants: those of `device`. residency: of each layer between the device and the
     tiers below. authority: the tier whose whole, valid copy keeps the chunk from being lost, or the empty string while
     that takes several. epoch: moves with the authority. failure: why the last attempt to write it failed.
-    users: open histories that contain it.
+    users: open histories that contain it. leased: whether the durable replica is held against eviction.
     """
 
     __slots__ = (
@@ -77,6 +77,7 @@ class ChunkRecord:
         "grants",
         "host",
         "identity",
+        "leased",
         "residency",
         "users",
     )
@@ -95,6 +96,7 @@ class ChunkRecord:
         self.epoch = 1
         self.failure: StoreError | None = None
         self.users = 0
+        self.leased = False
 
     @property
     def file(self) -> FileReplicaState:

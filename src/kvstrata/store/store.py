@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstrata.errors import ConfigurationError, Reason, StateError, StoreError
+from kvstrata.store.admission import AdmissionFilter
 from kvstrata.store.audit import Finding, audit, repair
 from kvstrata.store.catalog import Catalog
 from kvstrata.store.catalog_database import CatalogDamaged, Connect, alone_at_gate, connect_sqlite
@@ -32,8 +33,11 @@ from kvstrata.store.collection import (
     remove_temporaries,
 )
 from kvstrata.store.deletion import EvictResult, evict
+from kvstrata.store.eviction import PolicyConfig, make_policy
 from kvstrata.store.lock import StoreLock
 from kvstrata.store.marker import STORE_FORMAT, Marker, prepare, write_marker
+from kvstrata.store.room import Room
+from kvstrata.store.uses import ChunksInUse
 from kvstrata.store.verification import ChunkVerdict, verify_chunks
 from kvstrata.tiers.files import FileSystem, FileTier, OsFiles
 from kvstrata.tiers.filesystem import storage_error
@@ -47,13 +51,18 @@ class Store:
     create: make it when the path does not exist or is an empty directory. durable: see `FileTier`. read_only: `True`
     never writes; `False` insists on writing; `None` writes where the system permits it, and `read_only` says which it
     was. max_bytes: hard cap on the bytes of chunks, manifests, temporary and damaged files over all processes; the
-    catalog itself comes on top. zero_tenants: tenants whose files are overwritten with zeros before they go. progress:
-    called with chunk files done and in all while a catalog is built, for a store that has none. wait_s: longest wait
-    for another process that deletes.
+    catalog itself comes on top. retention: under a cap, which chunks leave first when no session and no open request
+    needs them: an eviction policy, or `None` to refuse instead. admission: let a chunk that would displace others be
+    written only if it was asked for more often. zero_tenants: tenants whose files are overwritten with zeros before
+    they go. progress: called with chunk files done and in all while a catalog is built, for a store that has none.
+    wait_s: longest wait for another process that deletes.
 
     Attributes:
         path: its directory.
         tier: the `FileTier` of its chunks.
+        in_use: chunks that open requests of this process rely on.
+        admission: the filter that judges newcomers, where there is one.
+        room: what makes room under the cap, where there is one.
         catalog: its directory of chunks; `None` where it may only be read and has no sound one.
         read_only: whether writes are refused.
         files: the system calls in use.
@@ -70,6 +79,8 @@ class Store:
         durable: bool = False,
         read_only: bool | None = None,
         max_bytes: int | None = None,
+        retention: str | PolicyConfig | None = "lru",
+        admission: bool = False,
         zero_tenants: Collection[str] = (),
         progress: Callable[[int, int], None] = lambda done, total: None,
         files: FileSystem | None = None,
@@ -78,6 +89,8 @@ class Store:
     ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ConfigurationError(Reason.INVALID_ARGUMENT, f"max_bytes={max_bytes} must be positive")
+        if retention is not None:
+            make_policy(retention)
         self.path = Path(path).expanduser()
         self.files: FileSystem = files if files is not None else OsFiles()
         self.catalog: Catalog | None = None
@@ -114,6 +127,12 @@ class Store:
             read_only=self.read_only,
             journal=self.catalog.journal if self.catalog else None,
         )
+        self.admission = AdmissionFilter() if admission else None
+        self.in_use = ChunksInUse(self.catalog if not self.read_only else None, self.admission)
+        self.room: Room | None = None
+        if self.catalog is not None and max_bytes is not None and retention is not None and not self.read_only:
+            self.room = Room(self.catalog, max_bytes, retention, self.admission)
+            self.catalog.journal.make_room = self.room.make
 
     def usage(self) -> StoreUsage:
         """Count chunks, sessions, snapshots, damaged and temporary files, with their bytes; blocks."""

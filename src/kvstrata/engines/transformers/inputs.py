@@ -232,6 +232,20 @@ def _positions(what: str) -> UnsupportedError:
     )
 
 
+def prompt_ids(token_ids: Sequence[int], limit: int | None) -> list[int]:
+    """The ids of a prompt as plain numbers. limit: tokens of the model's context. Errors: `ConfigurationError`."""
+    ids = [int(token) for token in token_ids]
+    if not ids:
+        raise ConfigurationError(Reason.EMPTY_PROMPT, "the prompt has no tokens", "pass at least one token")
+    if limit is not None and len(ids) > limit:
+        raise ConfigurationError(
+            Reason.CONTEXT_EXCEEDED,
+            f"{len(ids)} tokens are more than the model's context of {limit}",
+            "shorten the prompt, or use a model with a longer context",
+        )
+    return ids
+
+
 def slices(
     size: int, start: int, rows: int, *, last_alone: bool = False, whole: bool = False
 ) -> Iterator[tuple[int, int]]:

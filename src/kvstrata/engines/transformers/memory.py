@@ -16,7 +16,7 @@ from kvstrata.contract.states import FileReplicaState
 from kvstrata.engines.transformers.attention import PagedAttention
 from kvstrata.engines.transformers.compilation import Compilation
 from kvstrata.engines.transformers.families import LayerRule
-from kvstrata.engines.transformers.inputs import slices
+from kvstrata.engines.transformers.inputs import prompt_ids, slices
 from kvstrata.engines.transformers.request import Request
 from kvstrata.engines.transformers.row import Row
 from kvstrata.engines.transformers.wrapping import Wrapping
@@ -91,13 +91,15 @@ class Memory:
         self._backing = open_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing, wipe=wipe)
         host = host_arena(layout.segment_bytes, host_slots, wipe=wipe) if host_slots else None
-        self.directory = Directory(self.arena, context.abi.layers, host)
+        self.directory = Directory(
+            self.arena, context.abi.layers, host, dropped=lambda chunk: store.in_use.drop([chunk])
+        )
         self.host = open_host_cache(self.directory)
         self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
         self.tiers = {each.tier: each for each in (device_capability(self.device), HOST_MEMORY, store.tier.capability)}
         lower = store.tier.capability.tier
         writable = legal_path(DEVICE, lower, self.tiers) is not None
-        self._publisher = Publisher(self.directory, store.tier, layout, clock) if writable else None
+        self._publisher = Publisher(self.directory, store.tier, layout, clock, store.in_use) if writable else None
         self._promoter: Promoter | None = None
 
     def __enter__(self) -> Memory:
@@ -209,15 +211,7 @@ class Memory:
         """
         inner = self._inner()
         request = self.require_own(request or self.request())
-        ids = [int(token) for token in token_ids]
-        if not ids:
-            raise ConfigurationError(Reason.EMPTY_PROMPT, "the prompt has no tokens", "pass at least one token")
-        if self.max_positions is not None and len(ids) > self.max_positions:
-            raise ConfigurationError(
-                Reason.CONTEXT_EXCEEDED,
-                f"{len(ids)} tokens are more than the model's context of {self.max_positions}",
-                "shorten the prompt, or use a model with a longer context",
-            )
+        ids = prompt_ids(token_ids, self.max_positions)
         if request.token_ids != ids[: request.frontier]:
             raise ConfigurationError(
                 Reason.TOKENS_DIFFER, "the request's rows belong to other tokens than the prompt's"
@@ -303,6 +297,7 @@ class Memory:
 
         Takes it from other requests if it must.
         """
+        self.store.in_use.renew()
         if self._active is not request:
             request.plan.dirty = True
             self._active = request
@@ -332,6 +327,7 @@ class Memory:
         self.store.tier.revoke(record.digest)
         if record.file is FileReplicaState.PUBLISHED:
             self.directory.mark(record, FileReplicaState.REVOKED)
+            self.directory.end_lease(record)
 
     @property
     def compilation(self) -> Compilation:
