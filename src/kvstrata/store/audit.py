@@ -26,6 +26,9 @@ from kvstrata.tiers.filesystem import FileSystem
 __all__ = ["Finding", "FindingKind", "audit", "repair"]
 
 
+_SETTLED = "SELECT chunk_bytes + manifest_bytes + damaged_bytes + other_bytes FROM space"
+
+
 class FindingKind(StrEnum):
     """What can be wrong around the chunks of a store."""
 
@@ -60,10 +63,11 @@ def audit(catalog: Catalog, root: Path, files: FileSystem) -> list[Finding]:
         return [Finding(FindingKind.CATALOG_DAMAGED, catalog.database.path.name, str(damage))]
     found = [*_chunks(catalog, root, files), *_owners(catalog, root)]
     counted, walked = catalog.figures(), measure(root)
-    intended = counted.reserved_bytes
+    # Temporary files grow and go while others write: neither side counts them here.
+    settled = catalog.database.read(lambda database: int(database.execute(_SETTLED).fetchone()[0]))
     for name, ours, theirs in (
         ("chunks", counted.chunks, walked.chunks),
-        ("used_bytes", counted.used_bytes - intended, walked.total_bytes),
+        ("bytes", settled, walked.total_bytes - walked.temporary_bytes),
     ):
         if ours != theirs and not found:
             found.append(Finding(FindingKind.COUNT_DIFFERS, name, f"the catalog counts {ours}, a walk {theirs}"))

@@ -75,6 +75,7 @@ class Catalog:
 
     Attributes:
         journal: what a `FileTier` writes through.
+        mirror: what is remembered of it; `mirror.lookup` is `lookup`.
         process: this process's owner name.
         recovered: what opening cleaned up.
         rebuilt: whether opening, or a call since, built the database anew.
@@ -116,10 +117,10 @@ class Catalog:
                 self._database.reopened = self._register
                 self._database.write(self._register)
             self._counter = RemovalCounter(root, read_only=read_only)
-            self._mirror = Mirror(self._counter, self._fetch, self._removed_since, mirror_bytes)
+            self.mirror = Mirror(self._counter, self._fetch, self._removed_since, mirror_bytes)
             self.journal = CatalogJournal(
                 self._database,
-                self._mirror,
+                self.mirror,
                 self._counter,
                 root,
                 files,
@@ -139,13 +140,13 @@ class Catalog:
         except BaseException:
             self.close()
             raise
-        self.lookup = self._mirror.lookup
+        self.lookup = self.mirror.lookup
 
     def find(self, identity: ChunkIdentity, generation: int | None = None) -> Lookup:
         """As `lookup(chunk, context, namespace, packed token ids, generation)`, which a hot path calls with digests
         that it computes once. Errors: `StoreError`."""
         context = identity.context
-        return self._mirror.lookup(
+        return self.mirror.lookup(
             identity.digest,
             context.digest,
             namespace_digest(context.namespace),

@@ -94,7 +94,7 @@ class Database:
         self._connect = connect
         self._heal = heal
         self._log = root / f"{CATALOG_NAME}-wal"
-        self._quiet = False
+        self._quiet = self._full = False
         self._writing, self._reading = threading.RLock(), threading.Lock()
         self._writer: sqlite3.Connection | None = None
         self._reader: sqlite3.Connection | None = None
@@ -115,17 +115,18 @@ class Database:
             self.mend()
             return self._read(query)
 
-    def write(self, change: Callable[[sqlite3.Connection], Result]) -> Result:
+    def write(self, change: Callable[[sqlite3.Connection], Result], *, lazy: bool = False) -> Result:
         """Run `change` in one transaction, alone among all processes; what it raises undoes it.
 
-        It runs again when the database turned out to be damaged and another took its place. Errors: as `read`.
+        lazy: it need not have reached the disk before it is followed by one that must. It runs again when the database
+        turned out to be damaged and another took its place. Errors: as `read`.
         """
         with self._writing:
             try:
-                return self._write(change)
+                return self._write(change, lazy)
             except CatalogDamaged:
                 self.mend()
-                return self._write(change)
+                return self._write(change, lazy)
 
     def _read(self, query: Callable[[sqlite3.Connection], Result]) -> Result:
         with self._reading:
@@ -138,7 +139,7 @@ class Database:
             self._reopen()
         return self._read(query)
 
-    def _write(self, change: Callable[[sqlite3.Connection], Result]) -> Result:
+    def _write(self, change: Callable[[sqlite3.Connection], Result], lazy: bool) -> Result:
         if self._gate is None or self._writer is None:
             raise _closed(self.path)
         # Whoever puts another database in the place of this one holds the gate alone: no commit goes to a dead file.
@@ -147,6 +148,7 @@ class Database:
             if self._moved():
                 self._reopen()
             with _translated(self.path):
+                self._sync(self._writer, lazy)
                 self._writer.execute("BEGIN IMMEDIATE")
                 try:
                     result = change(self._writer)
@@ -199,6 +201,13 @@ class Database:
         if self._writer is not None:
             self.reopened(self._writer)
 
+    def _sync(self, writer: sqlite3.Connection, lazy: bool) -> None:
+        """A commit that must last syncs the whole log, those before it included."""
+        full = self._durable and not lazy
+        if full != self._full:
+            writer.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+            self._full = full
+
     def _moved(self) -> bool:
         try:
             moved = self.path.stat().st_ino != self.inode
@@ -212,6 +221,7 @@ class Database:
         except OSError as error:
             raise CatalogDamaged(f"{self.path} is missing") from error
         self.inode = status.st_ino
+        self._full = False
         with _translated(self.path):
             self._reader = self._opened()
             if not self.read_only:
@@ -252,7 +262,7 @@ class Database:
             raise CatalogDamaged(f"it belongs to another store: {found!r}")
         if not self.read_only:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'NORMAL'}")
+            connection.execute("PRAGMA synchronous = NORMAL")
 
 
 @contextlib.contextmanager

@@ -103,15 +103,16 @@ class CatalogJournal:
                 return None
             return change(database)
 
-        transaction = self._database.write(reserve)
+        # An intent that a power failure takes leaves a temporary file that no row names, which goes just as well.
+        transaction = self._database.write(reserve, lazy=True)
         if transaction is None:
             self._reclaim()
-            transaction = self._database.write(reserve)
+            transaction = self._database.write(reserve, lazy=True)
         if transaction is None and self.make_room is not None and self._max_bytes is not None:
             missing = self._database.read(self._used) + nbytes - self._max_bytes
             if missing > 0:
                 self.make_room(missing, identity)
-            transaction = self._database.write(reserve)
+            transaction = self._database.write(reserve, lazy=True)
         if transaction is None:
             raise StoreError(
                 Reason.STORE_FULL,
@@ -247,9 +248,9 @@ class CatalogJournal:
                     drop_row(database, row)
                     insert_row(database, file.header, self._now())
 
-    def discard_temporary(self, name: object, *, zero: bool) -> None:
+    def discard_temporary(self, name: str, *, zero: bool) -> None:
         """Remove a temporary file of a process that died; `zero`: overwritten first, where any tenant asks for it."""
-        if not isinstance(name, str) or not _TEMPORARY.fullmatch(name):
+        if not _TEMPORARY.fullmatch(str(name)):
             raise CatalogDamaged(f"{name!r} is not the name of a temporary file")
         self._discard(self.root / "tmp" / name, zero=zero and bool(self._zero_tenants))
 

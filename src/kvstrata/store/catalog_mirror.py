@@ -40,6 +40,10 @@ class Lookup(StrEnum):
     DELETED = "deleted"
 
 
+# An attribute of an enum's class costs a third of a look-up.
+_HIT = Lookup.HIT
+
+
 @dataclass(frozen=True, slots=True)
 class MirrorEntry:
     """A published chunk as the catalog knows it: digests of context and namespace, generation, packed token ids."""
@@ -124,7 +128,7 @@ class Mirror:
         self._cell = counter.cell
         self._fetch = fetch
         self._removed_since = removed_since
-        self._limit = limit_bytes
+        self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._entries: dict[bytes, tuple[tuple[bytes, bytes], int, bytes]] = {}
         self._contexts: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}
@@ -154,7 +158,7 @@ class Mirror:
             return Lookup.TOKENS_DIFFER
         if generation is not None and generation != at:
             return Lookup.STALE_GENERATION
-        return Lookup.HIT
+        return _HIT
 
     def published(self, chunk: bytes) -> bool:
         """Whether `chunk` is published at all. As `lookup`."""
@@ -188,7 +192,7 @@ class Mirror:
             if chunk not in self._entries:
                 self._bytes += _ENTRY_BYTES + len(found.tokens)
             self._entries[bytes(chunk)] = entry
-            if self._bytes > self._limit:
+            if self._bytes > self.limit_bytes:
                 self._halve()
             return entry
 

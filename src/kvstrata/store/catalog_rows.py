@@ -9,6 +9,7 @@ import sqlite3
 import struct
 from array import array
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvstrata.contract.encoding import digest
 from kvstrata.contract.identity import Namespace
@@ -54,16 +55,19 @@ def packed_tokens(token_ids: tuple[int, ...]) -> bytes:
     return packed.tobytes()
 
 
+@lru_cache(maxsize=256)
 def layout_digest(layout: SegmentLayout) -> bytes:
     """32-byte digest of a layout."""
     return digest("segment-layout/1", layout)
 
 
+@lru_cache(maxsize=4096)
 def namespace_digest(namespace: Namespace) -> bytes:
     """32-byte digest of tenant and salt; the salt itself never reaches the catalog."""
     return digest("namespace/1", namespace)
 
 
+@lru_cache(maxsize=4096)
 def tenant_digest(tenant: str) -> bytes:
     """32-byte digest of a tenant's name."""
     return digest("tenant/1", tenant)
