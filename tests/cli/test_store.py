@@ -109,6 +109,29 @@ def test_verify_finds_damage_and_sets_it_aside_when_told(path: Path, capsys: pyt
     assert [item["reason"] for item in data["sessions"]] == [Reason.CHUNK_MISSING]
 
 
+def test_verify_repairs_what_does_not_agree(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store(path) as store:
+        chunk = SessionStore(store).load("long").chunks[2]
+        stray = make_history(make_context(), tuple(range(500, 600)))[0]
+        store.tier.write(*stray.arguments)
+        raw = store.tier.path(stray.digest).read_bytes()
+        store.evict([stray.digest])
+        store.tier.path(stray.digest).write_bytes(raw)
+    code, data = run_json(capsys, "store", "verify", "--store", path)
+    assert (code, data["ok"], data["repaired"]) == (ExitCode.CHECK_FAILED, False, 0)
+    assert [(item["kind"], item["subject"]) for item in data["findings"]] == [("orphan_file", stray.digest.hex())]
+    assert "--repair" in run(capsys, "store", "verify", "--store", path)[1]
+    code, data = run_json(capsys, "store", "verify", "--repair", "--store", path)
+    assert (code, data["ok"], data["repaired"]) == (ExitCode.OK, True, 1)
+    code, data = run_json(capsys, "store", "verify", "--store", path)
+    assert (code, data["findings"]) == (ExitCode.OK, [])
+    (path / "catalog.sqlite").write_bytes(b"noise")
+    code, data = run_json(capsys, "store", "verify", "--store", path)
+    assert (code, data["catalog_rebuilt"], data["chunks"]) == (ExitCode.OK, True, 3)
+    with Store(path) as store:
+        assert store.tier.has(chunk)
+
+
 def test_verify_finds_a_damaged_manifest(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(next(path.glob("sessions/*/1.json")), 50)
     code, data = run_json(capsys, "store", "verify", "--store", path)

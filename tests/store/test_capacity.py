@@ -26,7 +26,7 @@ def agrees(store: Store) -> bool:
 
 def test_a_chunk_that_would_pass_the_cap_is_refused(tmp_path: Path) -> None:
     size = file_bytes(tmp_path)
-    with Store(tmp_path / "store", max_bytes=2 * size + 1000) as store:
+    with Store(tmp_path / "store", max_bytes=2 * size + 1000, retention=None) as store:
         store.tier.write(*make_chunk(1).arguments)
         store.tier.write(*make_chunk(2).arguments)
         with pytest.raises(StoreError) as refusal:
@@ -69,7 +69,7 @@ def test_writers_at_the_same_time_do_not_pass_the_cap_together(tmp_path: Path) -
 
     def write(seed: int) -> None:
         try:
-            with Store(root, max_bytes=3 * size + 1000) as store:
+            with Store(root, max_bytes=3 * size + 1000, retention=None) as store:
                 store.tier.write(*make_chunk(seed).arguments)
         except StoreError as error:
             refused.append(error.reason)

@@ -77,6 +77,10 @@ class SessionStore:
         ids = tuple(int(token) for token in token_ids)
         created = self._now()
         taken: set[int] = set()
+        # Held first: room for the manifest itself must not be made from the chunks that it names.
+        if missing := self.store.in_use.hold(chunks):
+            self.store.in_use.drop(chunk for chunk in chunks if chunk not in missing)
+            raise _chunk_missing(name, missing[0])
         try:
             while True:
                 sequence = max({0, *self._sequences(folder), *taken}) + 1
@@ -88,6 +92,8 @@ class SessionStore:
             raise
         except OSError as error:
             raise storage_error(error, f"saving session {name!r} in {self.store.path}") from error
+        finally:
+            self.store.in_use.drop(chunks)
 
     def load(self, name: str, tenant: str = _DEFAULT_TENANT, sequence: int | None = None) -> Snapshot:
         """Read and verify the manifest of `name`, the latest unless `sequence` says otherwise. Its chunks are not read.
