@@ -13,6 +13,7 @@ from kvstrata.store.deletion import evict
 from kvstrata.store.eviction import PolicyConfig
 from kvstrata.store.leaf_first import Hold
 from kvstrata.store.retention import EvictOutcome, Retention, RoomOutcome, RoomReceipt
+from kvstrata.store.uses import ChunksInUse
 
 __all__ = ["Room"]
 
@@ -37,18 +38,20 @@ class Room:
     """Makes room in the durable tier of `catalog`. Thread-safe; blocks while chunks are removed.
 
     policy: name or configuration of an eviction policy. admission: judges newcomers; `None` admits all.
-    max_bytes: the cap. latest: the receipt of the latest call that had to do something.
+    max_bytes: the cap. in_use: whose idle leases end first. latest: the receipt of the latest call.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         max_bytes: int,
+        in_use: ChunksInUse,
         policy: str | PolicyConfig = "lru",
         admission: AdmissionFilter | None = None,
     ) -> None:
         self.latest: RoomReceipt | None = None
         self._catalog = catalog
+        self._in_use = in_use
         self._lock = threading.Lock()
         extra = max_bytes // _EXTRA if max_bytes >= _LARGE else 0
         self._retention = Retention(self._chunks, self._evict, policy=policy, admission=admission, extra_bytes=extra)
@@ -59,6 +62,7 @@ class Room:
         Errors: `StoreError` with STORE_FULL when too little may leave, NOT_ADMITTED when the filter declines.
         """
         newcomer = None if identity is None else Contender(identity.digest)
+        self._in_use.settle()
         with self._lock:
             receipt = self._retention.make_room(nbytes, newcomer, b"" if identity is None else identity.parent)
             self.latest = receipt

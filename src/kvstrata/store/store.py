@@ -131,7 +131,7 @@ class Store:
         self.in_use = ChunksInUse(self.catalog if not self.read_only else None, self.admission)
         self.room: Room | None = None
         if self.catalog is not None and max_bytes is not None and retention is not None and not self.read_only:
-            self.room = Room(self.catalog, max_bytes, retention, self.admission)
+            self.room = Room(self.catalog, max_bytes, self.in_use, retention, self.admission)
             self.catalog.journal.make_room = self.room.make
 
     def usage(self) -> StoreUsage:
@@ -172,6 +172,7 @@ class Store:
                 return CollectResult(CollectOutcome.BUSY, reason=Reason.STORE_BUSY, detail=detail)
             wanted = frozenset(keep() if callable(keep) else keep)
             assert self.catalog is not None
+            self.in_use.settle()
             self.catalog.recover()
             evicted = evict(self.catalog, [chunk for chunk in self.tier.list() if chunk not in wanted])
             strays, stray_bytes = remove_strays(self.path, self.catalog, wanted, self.files)
@@ -192,6 +193,7 @@ class Store:
         """
         self.require_writable()
         assert self.catalog is not None
+        self.in_use.settle()
         return evict(self.catalog, chunks)
 
     def require_writable(self) -> None:

@@ -78,6 +78,11 @@ class ChunksInUse:
                 # A chunk that is gone by now, evicted after its lease had ended, is met as a miss when it is read.
                 self._lease([chunk for chunk in self._leased if self._uses[chunk] > 0])
 
+    def settle(self) -> None:
+        """End the leases of what is used no more, now. Errors: `StoreError`."""
+        with self._lock:
+            self._lease([])
+
     def close(self) -> None:
         """Let go of everything."""
         with self._lock:
