@@ -9,6 +9,7 @@ from kvstrata.contract.receipts import Ledger, Recompute, RestoreReceipt, SaveRe
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.cost.residency import required_slots
 from kvstrata.errors import BudgetError, Reason
+from kvstrata.runtime.gating import PrefillTimes
 from kvstrata.store.directory import Directory
 from kvstrata.store.history import History
 from kvstrata.store.publication import PublicationTotals
@@ -17,7 +18,7 @@ __all__ = ["LedgerBook"]
 
 
 class LedgerBook:
-    """Adds receipts up. Used by the thread that runs the model."""
+    """Adds receipts up. Used by the thread that runs the model. prefills: what steps of many rows took."""
 
     def __init__(
         self, directory: Directory, layout: SegmentLayout, budget: int, slot_stride: int, workspace_bytes: int
@@ -27,6 +28,7 @@ class LedgerBook:
         self._budget = budget
         self._stride = slot_stride
         self._workspace = workspace_bytes
+        self.prefills = PrefillTimes()
         self._resident_bytes = 0
         self._moved_bytes = 0
         self._host_bytes = 0

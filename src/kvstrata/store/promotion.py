@@ -7,13 +7,14 @@ happens on the caller's thread, so that a kernel never meets a table entry whose
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvstrata.contract.capability import DEVICE
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.states import ResidencyState, SlotState
 from kvstrata.cost.credits import Credits
+from kvstrata.cost.service_rates import Direction, ServiceObservation
 from kvstrata.errors import DamagedError, Reason, StateError, StoreError
 from kvstrata.ports import Clock
 from kvstrata.store.buffers import used_pages
@@ -23,6 +24,7 @@ from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.host_cache import HostCache
 from kvstrata.store.open_chunks import OpenChunks
 from kvstrata.store.segment_copier import SegmentCopier
+from kvstrata.store.service_ledger import ServiceLedger
 from kvstrata.store.transfer_records import (
     CopyEvent,
     CopyOrder,
@@ -137,10 +139,17 @@ class Batch:
     A reader that is late keeps its slots until it has acknowledged, however long that takes; nobody else gets them.
     """
 
-    def __init__(self, queue: TransferQueue, items: Sequence[Promotion], timeout_s: float) -> None:
+    def __init__(
+        self,
+        queue: TransferQueue,
+        items: Sequence[Promotion],
+        timeout_s: float,
+        note: Callable[[Arrival], None] = lambda arrival: None,
+    ) -> None:
         self.items = items
         self.waiters: list[Waiter] = []
         self._queue = queue
+        self._note = note
         self._timeout_s = timeout_s
 
     @property
@@ -160,7 +169,10 @@ class Batch:
                 raise self._error(result)
         receipts = [result.receipt for result in results]
         host = sum(waiter.destination.host_bytes for waiter in self.waiters if isinstance(waiter.destination, _Slots))
-        return Arrival(sum(each.requested_bytes for each in receipts), host, sum(each.service_s for each in receipts))
+        read_s = sum(each.service_s for each in receipts)
+        arrival = Arrival(sum(each.requested_bytes for each in receipts), host, read_s)
+        self._note(arrival)
+        return arrival
 
     def abandon(self) -> None:
         """Give the slots back once the readers have acknowledged. Blocks for that, but not past the deadline.
@@ -192,7 +204,8 @@ class Promoter:
     """Reads segments with `readers` threads. Owner calls `close`.
 
     timeout_s: longest time for a batch. host: a tier in between, which is asked first and keeps what passes through.
-    credits: what may be on its way at once; by default as much as the arena holds.
+    credits: what may be on its way at once; by default as much as the arena holds. rates: where the time of reads is
+    noted.
     """
 
     def __init__(
@@ -205,12 +218,14 @@ class Promoter:
         timeout_s: float = 30.0,
         host: HostCache | None = None,
         credits: Credits | None = None,  # noqa: A002 - the word of the field
+        rates: ServiceLedger | None = None,
     ) -> None:
         self.directory = directory
         self.layout = layout
         self.files = OpenChunks(tier)
         self.readers = readers
         self._timeout_s = timeout_s
+        self._rates = rates
         self._source = tier.capability.tier
         arena = directory.arena.slots * directory.arena.slot_bytes
         self.pool = CreditPool(credits or Credits(arena, arena, arena, _QUEUE_ENTRIES))
@@ -238,7 +253,7 @@ class Promoter:
         Errors: `StoreError` with CREDIT_PRESSURE, QUEUE_FULL or CLOSED when the queue does not take them; their slots
         are given back then.
         """
-        batch = Batch(self.queue, promotions, self._timeout_s)
+        batch = Batch(self.queue, promotions, self._timeout_s, self._note)
         share = max(1, -(-len(promotions) // self.readers))
         deadline = self.queue.clock() + self._timeout_s
         for start in range(0, len(promotions), share):
@@ -270,6 +285,11 @@ class Promoter:
         self.queue.close()
         self._workers.stop(self._timeout_s)
         self.files.close()
+
+    def _note(self, arrival: Arrival) -> None:
+        if self._rates is not None and not arrival.host_bytes and arrival.nbytes and arrival.read_s > 0:
+            observation = ServiceObservation(self._source, Direction.READ, arrival.nbytes, arrival.read_s)
+            self._rates.record(observation)
 
     def _unit(self, items: Sequence[Promotion]) -> UnitKey:
         context = items[0].record.identity.context

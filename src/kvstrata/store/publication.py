@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.states import FileReplicaState
+from kvstrata.cost.service_rates import Direction, ServiceObservation
 from kvstrata.errors import KvstrataError, Reason, StoreError
 from kvstrata.ports import Clock
 from kvstrata.store.buffers import used_pages
 from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.store.service_ledger import ServiceLedger
 from kvstrata.store.uses import ChunksInUse
 from kvstrata.tiers.interface import ChunkTier
 from kvstrata.tiers.journal import WriteOutcome
@@ -46,7 +48,10 @@ class PublicationTotals:
 
 
 class Publisher:
-    """Writes sealed chunks in the order they were submitted. in_use: where what was written is held from eviction."""
+    """Writes sealed chunks in the order they were submitted.
+
+    in_use: where what was written is held from eviction. rates: where the time that it took is noted.
+    """
 
     def __init__(
         self,
@@ -55,6 +60,7 @@ class Publisher:
         layout: SegmentLayout,
         clock: Clock = time.perf_counter,
         in_use: ChunksInUse | None = None,
+        rates: ServiceLedger | None = None,
     ) -> None:
         self.directory = directory
         self.tier = tier
@@ -62,6 +68,7 @@ class Publisher:
         self.totals = PublicationTotals()
         self._clock = clock
         self._in_use = in_use
+        self._rates = rates
         self._jobs: queue.SimpleQueue[tuple[ChunkRecord, list[Grant]] | None] = queue.SimpleQueue()
         self._settled = threading.Condition()
         self._pending: set[ChunkRecord] = set()
@@ -140,6 +147,10 @@ class Publisher:
                 raise StoreError(Reason.CHUNK_MISSING, "the chunk was removed as soon as it was written", "it is kept")
             record.leased = True
         written = receipt.outcome is not WriteOutcome.ALREADY_PRESENT
+        seconds = receipt.checksum_seconds + receipt.write_seconds + receipt.validate_seconds
+        if self._rates is not None and written and seconds > 0:
+            tier = self.tier.capability.tier
+            self._rates.record(ServiceObservation(tier, Direction.WRITE, receipt.payload_bytes, seconds))
         self._add(
             chunks=1,
             written_bytes=receipt.payload_bytes if written else 0,

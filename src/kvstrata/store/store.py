@@ -37,6 +37,7 @@ from kvstrata.store.eviction import PolicyConfig, make_policy
 from kvstrata.store.lock import StoreLock
 from kvstrata.store.marker import STORE_FORMAT, Marker, prepare, write_marker
 from kvstrata.store.room import Room
+from kvstrata.store.service_ledger import ServiceLedger
 from kvstrata.store.uses import ChunksInUse
 from kvstrata.store.verification import ChunkVerdict, verify_chunks
 from kvstrata.tiers.files import FileSystem, FileTier, OsFiles
@@ -60,6 +61,7 @@ class Store:
     Attributes:
         path: its directory.
         tier: the `FileTier` of its chunks.
+        rates: how fast its tiers were, as measured by this process.
         in_use: chunks that open requests of this process rely on.
         admission: the filter that judges newcomers, where there is one.
         room: what makes room under the cap, where there is one.
@@ -129,6 +131,7 @@ class Store:
         )
         self.admission = AdmissionFilter() if admission else None
         self.in_use = ChunksInUse(self.catalog if not self.read_only else None, self.admission)
+        self.rates = ServiceLedger()
         self.room: Room | None = None
         if self.catalog is not None and max_bytes is not None and retention is not None and not self.read_only:
             self.room = Room(self.catalog, max_bytes, self.in_use, retention, self.admission)

@@ -25,8 +25,10 @@ from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace
 from kvstrata.placement.layer_ahead import LayerAhead
 from kvstrata.ports import Clock
+from kvstrata.runtime.gating import Gating
 from kvstrata.runtime.ledger import LedgerBook
 from kvstrata.sessions.persistence import restore_session, save_session
+from kvstrata.store.cost_gate import CostGateConfig
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.history import History
 from kvstrata.store.host_cache import host_arena, open_host_cache
@@ -63,6 +65,7 @@ class Memory:
         compiled: bool = False,
         host_slots: int = 0,
         wipe: bool = False,
+        cost_gate: CostGateConfig | None = None,
     ) -> None:
         self.model = model
         self.store = store
@@ -78,7 +81,7 @@ class Memory:
         self.max_positions: int | None = getattr(model.config, "max_position_embeddings", None)
         self._readers = readers
         self._read_timeout_s = read_timeout_s
-        self._clock = clock
+        self.clock = clock
         self._owns_store = owns_store
         self._closed = False
         self._final: Ledger | None = None
@@ -99,8 +102,15 @@ class Memory:
         self.tiers = {each.tier: each for each in (device_capability(self.device), HOST_MEMORY, store.tier.capability)}
         lower = store.tier.capability.tier
         writable = legal_path(DEVICE, lower, self.tiers) is not None
-        self._publisher = Publisher(self.directory, store.tier, layout, clock, store.in_use) if writable else None
+        self._publisher = (
+            Publisher(self.directory, store.tier, layout, clock, store.in_use, store.rates) if writable else None
+        )
         self._promoter: Promoter | None = None
+        self.gating = (
+            None
+            if cost_gate is None
+            else Gating(store.rates, self.log.prefills, layout, context.abi.layers, lower, cost_gate)
+        )
 
     def __enter__(self) -> Memory:
         if self._closed:
@@ -116,9 +126,10 @@ class Memory:
             self.store.tier,
             self.layout,
             self._readers,
-            self._clock,
+            self.clock,
             self._read_timeout_s,
             host=self.host,
+            rates=self.store.rates,
         )
         if self._publisher is not None:
             self._publisher.start()
@@ -163,7 +174,7 @@ class Memory:
             promoter,
             self._publisher,
             self._budget_for,
-            clock=self._clock,
+            clock=self.clock,
             windows=[rule.window for rule in self.rules],
             host=self.host,
         )
@@ -244,7 +255,7 @@ class Memory:
         request.replay(inner, ())
         while True:
             try:
-                receipt = save_session(sequence.history, self._publisher, self.store, self.layout, name, self._clock)
+                receipt = save_session(sequence.history, self._publisher, self.store, self.layout, name, self.clock)
                 break
             except DamagedError as error:
                 request.recover(inner, error)
@@ -316,8 +327,10 @@ class Memory:
         self.directory.reclaim(known)
 
     def publish(self, record: ChunkRecord) -> None:
-        """Queue a sealed chunk for the file tier."""
-        if self._publisher is not None and record.file is not FileReplicaState.PUBLISHED:
+        """Queue a sealed chunk for the file tier, unless it is cheaper to compute again."""
+        if self._publisher is None or record.file is FileReplicaState.PUBLISHED:
+            return
+        if self.gating is None or self.gating.admits(record):
             self._publisher.submit(record)
 
     def revoke(self, record: ChunkRecord) -> None:
@@ -355,7 +368,9 @@ class Memory:
         latest = self._latest
         request = self.request()
         try:
-            receipt = restore_session(request.history, self.store, self.layout, name, wanted, sequence, self._clock)
+            receipt = restore_session(
+                request.history, self.store, self.layout, name, wanted, sequence, self.clock, self.gating
+            )
         except BaseException:
             request.close()
             self._latest = latest

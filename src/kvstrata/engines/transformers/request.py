@@ -321,6 +321,7 @@ class Request:
             try:
                 self.memory.activate(self, counts)
                 self._spans, self._layers_done = spans, 0
+                began = self.memory.clock()
                 with torch.no_grad():
                     output = self.memory.wrapping.compute(inner, self, named, positions, kwargs)
                 if self._layers_done != self.plan.layers:
@@ -340,6 +341,9 @@ class Request:
             self.memory.publish(record)
         self.last_step = self.plan.end_step(len(sealed))
         self.memory.log.step(self.last_step)
+        if len(spans) == 1:
+            seconds = self.memory.clock() - began - self.last_step.stall_s
+            self.memory.log.prefills.record(self.last_step.start, spans[0].rows, seconds)
         return output
 
     def _skipped(self, what: str) -> StateError:
