@@ -18,7 +18,7 @@ from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.cost.residency import ResidencyPlan, plan_residency, required_slots
-from kvstrata.errors import BudgetError, Reason, StateError, StoreError
+from kvstrata.errors import BudgetError, DamagedError, Reason, StateError, StoreError
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.placement.tables import HistoryTables
 from kvstrata.ports import Clock
@@ -296,6 +296,7 @@ class LayerAhead:
                 required_bytes=need,
             )
         if record.file is not FileReplicaState.WRITING:
+            self._require_rows(record)
             # An earlier failure may be over by now; one that repeats is the caller's to see.
             if record.digest in tried and self._demote(record):
                 return
@@ -304,6 +305,12 @@ class LayerAhead:
             tried.add(record.digest)
             self._publisher.submit(record)
         self._stall_s += self._publisher.wait(record)
+
+    def _require_rows(self, record: ChunkRecord) -> None:
+        """Errors: `DamagedError` when some segment has no valid copy anywhere, so that nothing could be written."""
+        if not all(self.directory.valid_copies(record, layer) for layer in range(self.layers)):
+            name = record.digest.hex()
+            raise DamagedError(Reason.CHUNK_MISSING, f"chunk {name[:16]} has no valid copy left", chunk=name)
 
     def _refuse(self, chunks: int, tail: int, foreign: int) -> NoReturn:
         need = self._budget_for(required_slots(self.layers, chunks, tail) + foreign)

@@ -40,6 +40,8 @@ class LedgerBook:
         self._missed = 0
         self._metadata = 0
         self._restored = 0
+        self._staged_peak = 0
+        self._recomputes: tuple[Recompute, ...] = ()
 
     def step(self, receipt: StepReceipt) -> None:
         """Count one forward step."""
@@ -49,6 +51,11 @@ class LedgerBook:
         self._host_bytes += receipt.host_bytes
         self._stall_s += receipt.stall_s
         self._load_s += receipt.read_s
+
+    def closed(self, staged_peak: int, recomputes: Sequence[Recompute]) -> None:
+        """Keep the account of a request that is closed: slots that it had on their way at most, rows computed again."""
+        self._staged_peak = max(self._staged_peak, staged_peak)
+        self._recomputes += tuple(recomputes)
 
     def recomputed(self, tokens: int, restored: int) -> None:
         """Count rows whose stored bytes could not be used after all; `restored` of them had come from a session."""
@@ -68,17 +75,18 @@ class LedgerBook:
         self._load_s += receipt.seconds
 
     def require_fits(
-        self, tokens: int, chunk: int, budget_for: Callable[[int], int], window: int | None = None
+        self, tokens: int, chunk: int, budget_for: Callable[[int], int], windows: Sequence[int | None] = (None,)
     ) -> None:
         """Refuse a prompt of `tokens` tokens that a step of up to `chunk` rows could not run at its end.
 
-        window: tokens that a row sees at most in any layer, its own included; `None` for all.
+        windows: for each layer the tokens that a row sees, its own included; `None` for all.
         Errors: `BudgetError` with the budget that would do.
         """
         layers, size = self._directory.layers, self._layout.chunk_tokens
         sealed = (tokens - 1) // size
         tail = -(-min(tokens, chunk) // size) + 1
-        most = sealed if window is None else -(-(window - 1) // size)
+        widest = max(sealed * size + 1 if window is None else window for window in windows)
+        most = -(-(widest - 1) // size)
         slots = max(
             required_slots(layers, min(most, sealed), 1),
             required_slots(layers, min(most, max(0, sealed - tail + 1)), tail),
@@ -100,7 +108,7 @@ class LedgerBook:
         publication: PublicationTotals | None,
         recomputes: tuple[Recompute, ...],
     ) -> Ledger:
-        """The account as it stands."""
+        """The account as it stands. histories, staged_slots, recomputes: of the requests that are open."""
         directory, layout = self._directory, self._layout
         segment, layers, arena = layout.segment_bytes, directory.layers, directory.arena
         row = layers * layout.row_bytes
@@ -122,7 +130,7 @@ class LedgerBook:
             peak_device_bytes=peak,
             host_bytes=0 if host is None else host.used_slots * host.slot_bytes,
             file_bytes=len(published) * layers * segment,
-            staging_bytes=staged_slots * self._stride,
+            staging_bytes=max(self._staged_peak, staged_slots) * self._stride,
             workspace_bytes=self._workspace,
             metadata_bytes=totals.metadata_bytes + self._metadata,
             fragmented_bytes=tail_slots * segment - tail_rows * row + arena.used_slots * (self._stride - segment),
@@ -144,5 +152,5 @@ class LedgerBook:
             tokens_computed=self._computed,
             tokens_recomputed=self._lost + self._missed,
             tokens_restored=self._restored,
-            recomputes=recomputes,
+            recomputes=(*self._recomputes, *recomputes),
         )

@@ -7,7 +7,7 @@ request keeps writing to its copy, the stored one never changes.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvstrata.contract.identity import ChunkContext, ChunkIdentity, first_difference
 from kvstrata.contract.layout import SegmentLayout
@@ -19,6 +19,7 @@ from kvstrata.sessions.names import check_name
 from kvstrata.sessions.session_store import SessionStore
 from kvstrata.sessions.snapshots import Snapshot
 from kvstrata.store.buffers import sealed_pages, used_pages
+from kvstrata.store.cost_gate import RestoreDecision, RestoreVerdict
 from kvstrata.store.history import History
 from kvstrata.store.publication import Publisher
 from kvstrata.store.store import Store
@@ -97,12 +98,13 @@ def restore_session(
     token_ids: Sequence[int] | None,
     sequence: int | None = None,
     clock: Clock = time.perf_counter,
+    decide: Callable[[int], RestoreDecision] | None = None,
 ) -> RestoreReceipt:
     """Give the empty `history` the rows of a snapshot, as far as they can be used.
 
     token_ids: see `Memory.restore`. Opens and verifies the header of every chunk; full chunks stay in files until a
-    step reads them, rows of the open tail are read now. Blocks. Errors: `SessionError` for an unknown name or a damaged
-    manifest, `BudgetError` when the tail does not fit.
+    step reads them, rows of the open tail are read now. decide: asked whether so many rows are worth reading. Blocks.
+    Errors: `SessionError` for an unknown name or a damaged manifest, `BudgetError` when the tail does not fit.
     """
     start = clock()
     snapshot = SessionStore(store).load(name, history.context.namespace.tenant, sequence)
@@ -118,6 +120,10 @@ def restore_session(
         if usable < wanted:
             reason = Reason.TOKENS_DIFFER
             detail = f"token {usable}: stored {stored[usable]}, wanted {token_ids[usable] if token_ids else '-'}"
+        if decide is not None and usable:
+            decision = decide(usable)
+            if decision.verdict is RestoreVerdict.RECOMPUTE:
+                usable, reason, detail = 0, decision.reason, decision.detail
         count = -(-usable // history.context.chunk_tokens)
         held = frozenset(store.in_use.hold(snapshot.chunks[:count])).symmetric_difference(snapshot.chunks[:count])
         try:
@@ -177,7 +183,7 @@ def _load(history: History, store: Store, layout: SegmentLayout, snapshot: Snaps
             break
         identity = ChunkIdentity(history.context, parent, first, tuple(snapshot.token_ids[first : first + size]))
         with store.tier.open(digest) as file:
-            metadata += file.header.file_bytes - file.nbytes
+            metadata += file.stored_bytes - file.nbytes
             _require_same(file.identity, identity, history.context)
             if file.layout != layout or file.layers != history.directory.layers:
                 raise DamagedError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -22,7 +22,7 @@ from kvstrata.ports import Clock
 from kvstrata.store.admission import AdmissionConfig, AdmissionFilter, AdmissionOutcome, Contender
 from kvstrata.store.directory import ChunkRecord, Directory, SegmentKey
 from kvstrata.store.eviction import EvictionPolicy, PolicyConfig, make_policy
-from kvstrata.tiers.memory import Grant, HostBacking, MemoryArena
+from kvstrata.tiers.memory import Backing, Grant, HostBacking, MemoryArena
 
 __all__ = ["DemoteOutcome", "HostCache", "HostTotals", "host_arena", "open_host_cache"]
 
@@ -233,9 +233,13 @@ class HostCache:
             self.totals = replace(self.totals, **values)
 
 
-def host_arena(slot_bytes: int, slots: int, *, wipe: bool = False) -> MemoryArena:
-    """Host memory for `slots` segments; `wipe` as in `MemoryArena`."""
-    return MemoryArena(slot_bytes, HostBacking(slot_bytes, slots), wipe=wipe)
+def host_arena(
+    slot_bytes: int, slots: int, *, wipe: bool = False, backing: Callable[[int, int], Backing] = HostBacking
+) -> MemoryArena | None:
+    """Host memory for `slots` segments, `None` for 0; `wipe` as in `MemoryArena`. backing(slot_bytes, slots): makes the
+    memory.
+    """
+    return MemoryArena(slot_bytes, backing(slot_bytes, slots), wipe=wipe) if slots else None
 
 
 def open_host_cache(directory: Directory, policy: str | PolicyConfig = "lru") -> HostCache | None:

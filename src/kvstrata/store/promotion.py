@@ -26,6 +26,7 @@ from kvstrata.store.open_chunks import OpenChunks
 from kvstrata.store.segment_copier import SegmentCopier
 from kvstrata.store.service_ledger import ServiceLedger
 from kvstrata.store.transfer_records import (
+    Acknowledgement,
     CopyEvent,
     CopyOrder,
     Refusal,
@@ -116,10 +117,14 @@ class _Copier(SegmentCopier):
         return CopyEvent(order.generation, nbytes, layout)
 
     def _read_file(self, item: Promotion, layout: SegmentLayout, buffers: Sequence[memoryview]) -> int:
-        name = item.record.digest
+        record, name = item.record, item.record.digest
+        if not record.valid(record.durable):
+            raise DamagedError(
+                Reason.CHUNK_MISSING, f"chunk {name.hex()[:16]} has no valid copy in files", chunk=name.hex()
+            )
         file = self._files.check_out(name)
         try:
-            if file.layout != layout or file.layers != len(item.record.grants):
+            if file.layout != layout or file.layers != len(record.grants):
                 raise DamagedError(
                     Reason.CHUNK_FOREIGN,
                     f"chunk {name.hex()[:16]} is stored in another layout: {file.layout}",
@@ -127,7 +132,7 @@ class _Copier(SegmentCopier):
                 )
             nbytes = file.read_into(item.layer, buffers)
             if self._host is not None:
-                self._host.stage(item.record, item.layer, buffers, file.checksum(item.layer))
+                self._host.stage(record, item.layer, buffers, file.checksum(item.layer))
             return nbytes
         finally:
             self._files.check_in(file)
@@ -204,8 +209,8 @@ class Promoter:
     """Reads segments with `readers` threads. Owner calls `close`.
 
     timeout_s: longest time for a batch. host: a tier in between, which is asked first and keeps what passes through.
-    credits: what may be on its way at once; by default as much as the arena holds. rates: where the time of reads is
-    noted.
+    credits: what may be on its way at once; by default as much as the arena holds. deliver: as for `TransferQueue`.
+    rates: where the time of reads is noted.
     """
 
     def __init__(
@@ -219,6 +224,7 @@ class Promoter:
         host: HostCache | None = None,
         credits: Credits | None = None,  # noqa: A002 - the word of the field
         rates: ServiceLedger | None = None,
+        deliver: Callable[[Callable[[CopyEvent], Acknowledgement], CopyEvent], object] | None = None,
     ) -> None:
         self.directory = directory
         self.layout = layout
@@ -229,7 +235,9 @@ class Promoter:
         self._source = tier.capability.tier
         arena = directory.arena.slots * directory.arena.slot_bytes
         self.pool = CreditPool(credits or Credits(arena, arena, arena, _QUEUE_ENTRIES))
-        self.queue = TransferQueue(f"{self._source} -> {DEVICE}", self.pool, _Copier(self.files, host), clock=clock)
+        self.queue = TransferQueue(
+            f"{self._source} -> {DEVICE}", self.pool, _Copier(self.files, host), clock=clock, deliver=deliver
+        )
         self._workers = TransferWorkers(self.queue, readers)
         self._workers.start()
 

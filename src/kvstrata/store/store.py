@@ -42,6 +42,7 @@ from kvstrata.store.uses import ChunksInUse
 from kvstrata.store.verification import ChunkVerdict, verify_chunks
 from kvstrata.tiers.files import FileSystem, FileTier, OsFiles
 from kvstrata.tiers.filesystem import storage_error
+from kvstrata.tiers.interface import ChunkTier
 
 __all__ = ["Store"]
 
@@ -56,11 +57,14 @@ class Store:
     needs them: an eviction policy, or `None` to refuse instead. admission: let a chunk that would displace others be
     written only if it was asked for more often. zero_tenants: tenants whose files are overwritten with zeros before
     they go. progress: called with chunk files done and in all while a catalog is built, for a store that has none.
-    wait_s: longest wait for another process that deletes.
+    wait_s: longest wait for another process that deletes. wrap_tier: puts a tier of the caller's, such as
+    `ThrottledTier` or `FaultyTier`, between the files and whoever stores and reads chunks; verification and collection
+    look at the files themselves.
 
     Attributes:
         path: its directory.
-        tier: the `FileTier` of its chunks.
+        tier: where chunks are stored and read: `file_tier`, or what `wrap_tier` made of it.
+        file_tier: the `FileTier` of its chunks.
         rates: how fast its tiers were, as measured by this process.
         in_use: chunks that open requests of this process rely on.
         admission: the filter that judges newcomers, where there is one.
@@ -88,6 +92,7 @@ class Store:
         files: FileSystem | None = None,
         connect: Connect = connect_sqlite,
         wait_s: float = 10.0,
+        wrap_tier: Callable[[FileTier], ChunkTier] | None = None,
     ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ConfigurationError(Reason.INVALID_ARGUMENT, f"max_bytes={max_bytes} must be positive")
@@ -122,13 +127,14 @@ class Store:
         except BaseException:
             self.close()
             raise
-        self.tier = FileTier(
+        self.file_tier = FileTier(
             self.path,
             durable=durable,
             files=self.files,
             read_only=self.read_only,
             journal=self.catalog.journal if self.catalog else None,
         )
+        self.tier: ChunkTier = self.file_tier if wrap_tier is None else wrap_tier(self.file_tier)
         self.admission = AdmissionFilter() if admission else None
         self.in_use = ChunksInUse(self.catalog if not self.read_only else None, self.admission)
         self.rates = ServiceLedger()
@@ -145,7 +151,7 @@ class Store:
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Iterator[ChunkVerdict]:
         """Read every chunk and yield a verdict for each; calls `progress(done, total)` in chunks. Changes nothing."""
         self._open_lock()
-        return verify_chunks(self.tier, progress)
+        return verify_chunks(self.file_tier, progress)
 
     def audit(self) -> list[Finding]:
         """What does not agree between catalog, files and manifests; changes nothing; blocks. Errors: `StoreError`."""
@@ -177,7 +183,7 @@ class Store:
             assert self.catalog is not None
             self.in_use.settle()
             self.catalog.recover()
-            evicted = evict(self.catalog, [chunk for chunk in self.tier.list() if chunk not in wanted])
+            evicted = evict(self.catalog, [chunk for chunk in self.file_tier.list() if chunk not in wanted])
             strays, stray_bytes = remove_strays(self.path, self.catalog, wanted, self.files)
             temporaries, temporary_bytes = remove_temporaries(self.path, self.files)
             self.catalog.count_aside()

@@ -68,6 +68,10 @@ class ChunksInUse:
                 if self._uses[chunk] > 0:
                     self._uses[chunk] -= 1
 
+    def release(self, chunk: bytes) -> None:
+        """As `drop`, for one chunk."""
+        self.drop((chunk,))
+
     def renew(self) -> None:
         """Lease anew once half of the time is over; cheap before that. Errors: `StoreError`."""
         if self._now() < self._renew_at:

@@ -44,6 +44,7 @@ class ChunkFile:
         tokens: number of tokens, at most `layout.chunk_tokens`.
         segment_bytes: payload bytes of one layer.
         nbytes: payload bytes of all layers.
+        stored_bytes: size of the file.
     """
 
     def __init__(self, files: FileSystem, path: Path, chunk: bytes, clock: Clock = time.perf_counter) -> None:
@@ -76,6 +77,7 @@ class ChunkFile:
         self.tokens = len(self.identity.token_ids)
         self.segment_bytes = self.header.segments[0].length
         self.nbytes = self.layers * self.segment_bytes
+        self.stored_bytes = self.header.file_bytes
         self._offsets = [entry.offset for entry in self.header.segments]
         self._checksums = [entry.checksum for entry in self.header.segments]
 

@@ -14,13 +14,14 @@ import torch
 
 from kvstrata.contract.capability import DEVICE, Persistence, TierCapability, Visibility
 from kvstrata.errors import Reason, UnsupportedError
-from kvstrata.tiers.memory import Backing, HostBacking
+from kvstrata.tiers.memory import HOST_MEMORY, Backing, HostBacking
 
 __all__ = [
     "CudaBacking",
     "HostTensorBacking",
     "PinnedPool",
     "TensorBacking",
+    "capabilities",
     "device_capability",
     "device_memory",
     "open_backing",
@@ -175,6 +176,11 @@ def device_capability(device: torch.device) -> TierCapability:
         partial_attention=True,
         alignment=4096 if on_host else 256,
     )
+
+
+def capabilities(device: torch.device, *lower: TierCapability) -> dict[str, TierCapability]:
+    """Records of the device's memory, the host's and the tiers below, by name."""
+    return {each.tier: each for each in (device_capability(device), HOST_MEMORY, *lower)}
 
 
 def device_memory(device: torch.device) -> int:

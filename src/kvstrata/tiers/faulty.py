@@ -95,10 +95,14 @@ class FaultyReader:
         self.tokens = reader.tokens
         self.segment_bytes = reader.segment_bytes
         self.nbytes = reader.nbytes
+        self.stored_bytes = reader.stored_bytes
 
     def read_into(self, layer: int, buffers: Sequence[memoryview]) -> int:
         self._before()
         return self._reader.read_into(layer, buffers)
+
+    def checksum(self, layer: int) -> bytes:
+        return self._reader.checksum(layer)
 
     def verify_payload(self) -> ReadReceipt:
         self._before()
@@ -127,10 +131,11 @@ class FaultyReader:
 
 
 class FaultyBacking:
-    """An arena's memory with faults in `flush`: what kernels see is not what was written.
+    """An arena's memory with faults in `flush` and `readable`: what is in a slot is not what was written.
 
-    CORRUPT: one bit of the slot is another. LOSE: the slot keeps zeros. Both after the copier verified what it wrote,
-    as memory that fails; only comparing the slot with the source finds them.
+    CORRUPT: one bit of the slot is another. LOSE: the slot keeps zeros. In `flush` both come after the copier verified
+    what it wrote, as memory that fails; only comparing the slot with the source finds them. In `readable` they come
+    before whoever copies out of the slot: memory that failed since it was filled.
     """
 
     def __init__(self, backing: Backing, injector: FaultInjector) -> None:
@@ -142,6 +147,7 @@ class FaultyBacking:
         return self.backing.slots
 
     def readable(self, slot: int) -> memoryview:
+        self._spoil(self.injector.next("readable", _ANY | {Fault.CORRUPT, Fault.LOSE}), slot)
         return self.backing.readable(slot)
 
     def writable(self, slot: int) -> memoryview:
@@ -150,6 +156,12 @@ class FaultyBacking:
     def flush(self, slot: int) -> None:
         fault = self.injector.next("flush", _ANY | {Fault.CORRUPT, Fault.LOSE})
         self.backing.flush(slot)
+        self._spoil(fault, slot)
+
+    def close(self) -> None:
+        self.backing.close()
+
+    def _spoil(self, fault: Fault | None, slot: int) -> None:
         if fault is not None:
             view = self.backing.writable(slot)
             if fault is Fault.CORRUPT:
@@ -157,9 +169,6 @@ class FaultyBacking:
             else:
                 view[:] = bytes(view.nbytes)
             self.backing.flush(slot)
-
-    def close(self) -> None:
-        self.backing.close()
 
     def __getattr__(self, name: str) -> Any:
         """What a backing has beyond the protocol, such as its slots as tensors."""

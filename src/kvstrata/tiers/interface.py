@@ -22,7 +22,7 @@ class ChunkReader(Protocol):
     """One chunk, its header verified, open for reading. Any number of threads may read at once.
 
     identity, layout: what it is and how its segments lie. layers: segments. tokens: rows. segment_bytes: payload bytes
-    of one layer. nbytes: of all.
+    of one layer. nbytes: of all. stored_bytes: what the chunk takes in the tier, header and padding included.
     """
 
     identity: ChunkIdentity
@@ -31,6 +31,7 @@ class ChunkReader(Protocol):
     tokens: int
     segment_bytes: int
     nbytes: int
+    stored_bytes: int
 
     def read_into(self, layer: int, buffers: Sequence[memoryview]) -> int:
         """Fill `buffers` with the segment of `layer` and verify it; blocks; returns the bytes read. Errors: as

@@ -146,12 +146,16 @@ class ThrottledReader:
         self.tokens = reader.tokens
         self.segment_bytes = reader.segment_bytes
         self.nbytes = reader.nbytes
+        self.stored_bytes = reader.stored_bytes
 
     def read_into(self, layer: int, buffers: Sequence[memoryview]) -> int:
         until = self._link.ask(self.segment_bytes)
         done = self._reader.read_into(layer, buffers)
         self._link.wait(until)
         return done
+
+    def checksum(self, layer: int) -> bytes:
+        return self._reader.checksum(layer)
 
     def verify_payload(self) -> ReadReceipt:
         until = self._link.ask(self.nbytes)

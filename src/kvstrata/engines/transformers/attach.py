@@ -16,9 +16,11 @@ from kvstrata.engines.transformers.context import chunk_context, segment_layout,
 from kvstrata.engines.transformers.families import family_of
 from kvstrata.engines.transformers.loading import LoadedModel
 from kvstrata.engines.transformers.memory import Memory
+from kvstrata.engines.transformers.parts import MemoryParts
 from kvstrata.errors import BudgetError, ConfigurationError, Reason
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace, prefill_workspace_bytes
+from kvstrata.store.cost_gate import CostGateConfig
 from kvstrata.store.store import Store
 from kvstrata.tiers.device import device_memory
 
@@ -43,9 +45,11 @@ def attach(
     readers: int = 1,
     read_timeout_s: float = 30.0,
     wipe: bool = False,
+    cost_gate: bool | CostGateConfig = False,
     threads: int | None = None,
     kernel_level: str | None = None,
     compile: bool = False,  # noqa: A002 - the name that PyTorch's users look for
+    parts: MemoryParts | None = None,
 ) -> Memory:
     """Let `model` keep its K/V history in layered memory for the length of a `with` block. Exact.
 
@@ -61,10 +65,13 @@ def attach(
     - chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows that a forward step computes at once.
     - readers: threads that read files. read_timeout_s: longest wait for a layer's segments, in seconds.
     - wipe: zero every slot of memory before it is used for something else, and all of them at the end.
+    - cost_gate: write a sealed chunk, and read a session back, only where that is cheaper than computing the rows
+      again, by what engine and store have timed; `True` or a `CostGateConfig`. What has no room is written anyway.
     - threads: threads of the kernels (default: PyTorch's).
     - kernel_level: a native level, or `torch`; default: the best one that is built and runs here.
     - compile: run steps of one token a sequence by `torch.compile`, from the first such step on, which waits for the
       compiler. Where that fails, a `CompilationWarning` says so, and steps run as without it; see `memory.compilation`.
+    - parts: parts of the memory that the caller brings: other backings, credits, a clock, injected faults.
 
     Nothing is computed or reserved for good before the block is entered. Errors: `UnsupportedError` for a model that
     cannot be served exactly, `BudgetError` with the bytes that would do, `StoreError`, `ConfigurationError`.
@@ -109,10 +116,12 @@ def attach(
         prefill_chunk=prefill_chunk,
         readers=readers,
         read_timeout_s=read_timeout_s,
+        parts=parts or MemoryParts(),
         owns_store=owns,
         compiled=compile,
         host_slots=host_slots,
         wipe=wipe,
+        cost_gate=CostGateConfig() if cost_gate is True else cost_gate or None,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -17,6 +16,7 @@ from kvstrata.engines.transformers.attention import PagedAttention
 from kvstrata.engines.transformers.compilation import Compilation
 from kvstrata.engines.transformers.families import LayerRule
 from kvstrata.engines.transformers.inputs import prompt_ids, slices
+from kvstrata.engines.transformers.parts import MemoryParts
 from kvstrata.engines.transformers.request import Request
 from kvstrata.engines.transformers.row import Row
 from kvstrata.engines.transformers.wrapping import Wrapping
@@ -24,7 +24,6 @@ from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reaso
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace
 from kvstrata.placement.layer_ahead import LayerAhead
-from kvstrata.ports import Clock
 from kvstrata.runtime.gating import Gating
 from kvstrata.runtime.ledger import LedgerBook
 from kvstrata.sessions.persistence import restore_session, save_session
@@ -35,8 +34,8 @@ from kvstrata.store.host_cache import host_arena, open_host_cache
 from kvstrata.store.promotion import Promoter
 from kvstrata.store.publication import Publisher
 from kvstrata.store.store import Store
-from kvstrata.tiers.device import device_capability, open_backing
-from kvstrata.tiers.memory import HOST_MEMORY, MemoryArena
+from kvstrata.tiers.device import capabilities
+from kvstrata.tiers.memory import MemoryArena
 
 __all__ = ["Memory"]
 
@@ -60,7 +59,7 @@ class Memory:
         prefill_chunk: int,
         readers: int,
         read_timeout_s: float,
-        clock: Clock = time.perf_counter,
+        parts: MemoryParts,
         owns_store: bool = False,
         compiled: bool = False,
         host_slots: int = 0,
@@ -81,36 +80,34 @@ class Memory:
         self.max_positions: int | None = getattr(model.config, "max_position_embeddings", None)
         self._readers = readers
         self._read_timeout_s = read_timeout_s
-        self.clock = clock
+        self._parts = parts
+        self.clock = parts.clock
         self._owns_store = owns_store
         self._closed = False
         self._final: Ledger | None = None
         self._requests: list[Request] = []
         self._latest: Request | None = None
-        self._staged_peak = 0
-        self._recomputes: list[Recompute] = []
         self._active: Request | None = None
         self.wrapping = Wrapping(self, compiled)
-        self._backing = open_backing(layout.segment_bytes, slots, self.device)
+        self._backing = parts.device_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing, wipe=wipe)
-        host = host_arena(layout.segment_bytes, host_slots, wipe=wipe) if host_slots else None
+        host = (
+            host_arena(layout.segment_bytes, host_slots, wipe=wipe, backing=parts.host_backing) if host_slots else None
+        )
         self.directory = Directory(
             self.arena, context.abi.layers, host, dropped=lambda chunk: store.in_use.drop([chunk])
         )
         self.host = open_host_cache(self.directory)
         self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
-        self.tiers = {each.tier: each for each in (device_capability(self.device), HOST_MEMORY, store.tier.capability)}
-        lower = store.tier.capability.tier
-        writable = legal_path(DEVICE, lower, self.tiers) is not None
-        self._publisher = (
-            Publisher(self.directory, store.tier, layout, clock, store.in_use, store.rates) if writable else None
-        )
+        lower = store.tier.capability
+        self.tiers = capabilities(self.device, lower)
+        self._publisher: Publisher | None = None
+        if legal_path(DEVICE, lower.tier, self.tiers) is not None:
+            self._publisher = Publisher(self.directory, store.tier, layout, self.clock, store.in_use, store.rates)
         self._promoter: Promoter | None = None
-        self.gating = (
-            None
-            if cost_gate is None
-            else Gating(store.rates, self.log.prefills, layout, context.abi.layers, lower, cost_gate)
-        )
+        self.gating: Gating | None = None
+        if cost_gate is not None:
+            self.gating = Gating(store.rates, self.log.prefills, layout, context.abi.layers, lower.tier, cost_gate)
 
     def __enter__(self) -> Memory:
         if self._closed:
@@ -130,6 +127,8 @@ class Memory:
             self._read_timeout_s,
             host=self.host,
             rates=self.store.rates,
+            credits=self._parts.credits,
+            deliver=self._parts.deliver,
         )
         if self._publisher is not None:
             self._publisher.start()
@@ -195,17 +194,14 @@ class Memory:
     def latest(self) -> Request:
         """The request made last. Errors: `StateError` when there is none."""
         if self._latest is None:
-            raise StateError(
-                Reason.NOT_COMMITTED, "no request has been made", "call generate_kwargs() or request() first"
-            )
+            raise StateError(Reason.NOT_COMMITTED, "no request has been made", "call request() first")
         return self._latest
 
     def forget(self, request: Request) -> None:
         """A request is closed: keep its account, and nothing else of it."""
         if request in self._requests:
             self._requests.remove(request)
-            self._staged_peak = max(self._staged_peak, request.plan.staged_peak)
-            self._recomputes += request.recomputes
+            self.log.closed(request.plan.staged_peak, request.recomputes)
         if self._active is request:
             self._active = None
 
@@ -237,9 +233,7 @@ class Memory:
 
     def require_fits(self, tokens: int) -> None:
         """Errors: `BudgetError`, with the budget that would do, when a history of `tokens` tokens does not fit."""
-        windows = [rule.window for rule in self.rules]
-        widest = None if None in windows else max(window for window in windows if window is not None)
-        self.log.require_fits(tokens, self.prefill_chunk, self._budget_for, widest)
+        self.log.require_fits(tokens, self.prefill_chunk, self._budget_for, [rule.window for rule in self.rules])
 
     def save(self, name: str, request: Request | None = None, *, row: int | None = None) -> SaveReceipt:
         """Store a request's committed rows under `name` as a new immutable snapshot. Blocks until they are written.
@@ -292,8 +286,8 @@ class Memory:
             return self._final
         totals = None if self._publisher is None else self._publisher.totals
         histories = [row.history for request in self._requests for row in request.rows]
-        staged = max((self._staged_peak, *(request.plan.staged_peak for request in self._requests)))
-        recomputes = (*self._recomputes, *(item for request in self._requests for item in request.recomputes))
+        staged = max((0, *(request.plan.staged_peak for request in self._requests)))
+        recomputes = tuple(item for request in self._requests for item in request.recomputes)
         return self.log.ledger(histories, staged, totals, recomputes)
 
     @contextlib.contextmanager
@@ -348,11 +342,6 @@ class Memory:
         compiler = self.wrapping.compiler
         return Compilation() if compiler is None else compiler.report
 
-    @property
-    def cache_name(self) -> str:
-        """The keyword under which the model's forward takes a cache."""
-        return self.wrapping.cache_name
-
     def finish(self, done: Sequence[bool]) -> None:
         """Note which sequences of the request that ran last `generate` has finished."""
         if self._active is not None:
@@ -368,8 +357,9 @@ class Memory:
         latest = self._latest
         request = self.request()
         try:
+            decide = None if self.gating is None else self.gating.restore
             receipt = restore_session(
-                request.history, self.store, self.layout, name, wanted, sequence, self.clock, self.gating
+                request.history, self.store, self.layout, name, wanted, sequence, self.clock, decide
             )
         except BaseException:
             request.close()

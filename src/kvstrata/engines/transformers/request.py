@@ -93,7 +93,7 @@ class Request:
     def generate_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `model.generate` that continue this request."""
         self.require_open()
-        return {self.memory.cache_name: self.cache, "use_cache": True}
+        return {self.memory.wrapping.cache_name: self.cache, "use_cache": True}
 
     def forward(self, inner: Forward, input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward over the new columns, in slices whose bounds depend on positions only.
