@@ -148,7 +148,8 @@ def test_an_abandoned_batch_gives_its_slots_back_after_its_readers(
     assert files.waiting.wait(60)
     thread = threading.Thread(target=batch.abandon)
     thread.start()
-    assert directory.arena.used_slots == LAYERS
+    # What no reader has begun is free at once.
+    assert LAYERS >= directory.arena.used_slots >= LAYERS - LAYERS // promoter.readers + 1
     files.gate.set()
     thread.join()
     assert directory.arena.used_slots == 0

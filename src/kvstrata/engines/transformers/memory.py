@@ -91,12 +91,8 @@ class Memory:
         self.wrapping = Wrapping(self, compiled)
         self._backing = parts.device_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing, wipe=wipe)
-        host = (
-            host_arena(layout.segment_bytes, host_slots, wipe=wipe, backing=parts.host_backing) if host_slots else None
-        )
-        self.directory = Directory(
-            self.arena, context.abi.layers, host, dropped=lambda chunk: store.in_use.drop([chunk])
-        )
+        host = host_arena(layout.segment_bytes, host_slots, wipe=wipe, backing=parts.host_backing)
+        self.directory = Directory(self.arena, context.abi.layers, host, dropped=store.in_use.release)
         self.host = open_host_cache(self.directory)
         self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
         lower = store.tier.capability
