@@ -288,7 +288,7 @@ class TestDeadlines:
         refusal = bench.submit(0, place, deadline=101.9)
         assert isinstance(refusal, Refusal)
         assert refusal.reason is Reason.DEADLINE
-        assert f"{SIZE} bytes need about 2.000000 s, and 1.900000 s are left" in refusal.detail
+        assert f"{SIZE} bytes files -> device need about 2.000000 s, and 1.900000 s are left" in refusal.detail
         assert bench.submit(0, place, deadline=102.1).state is WaiterState.WAITING
         behind = bench.submit(1, deadline=102.5)
         assert isinstance(behind, Refusal)  # one unit stands in the queue before it

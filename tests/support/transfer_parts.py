@@ -30,12 +30,12 @@ class StandingClock:
         return self.now
 
 
-def make_unit(number: int = 0, segments: int = 1, **changes: Any) -> UnitKey:
-    """A unit of `segments` layers of one chunk; `changes` replace its fields."""
+def make_unit(number: int = 0, count: int = 1, **changes: Any) -> UnitKey:
+    """A unit of `count` layers of one chunk; `changes` replace its fields."""
     parts: dict[str, Any] = {
         "namespace": Namespace("default"),
         "context": b"context",
-        "segments": tuple(SegmentSource(bytes([number]) * 32, layer) for layer in range(segments)),
+        "segments": tuple(SegmentSource(bytes([number]) * 32, layer) for layer in range(count)),
         "layout": LAYOUT,
         "source": "files",
     }
