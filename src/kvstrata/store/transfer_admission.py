@@ -66,8 +66,9 @@ class Admission:
             return taken
         waiter.credits = taken[0]
         waiter.transfer = transfer
-        transfer.waiters.append(waiter)
+        # Known to the book first: a waiter that only the transfer knew would keep it wanted for ever.
         book.waiters[waiter] = None
+        transfer.waiters.append(waiter)
         book.counts["requests"] += 1
         book.counts["requested_bytes"] += nbytes
         if first:

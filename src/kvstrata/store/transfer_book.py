@@ -134,7 +134,9 @@ class TransferBook:
         for transfer in list(self.transfers.values()):
             if transfer.state is TransferState.RESERVED and transfer not in self.queue:
                 self.queue.append(transfer)
-            if not transfer.busy:
+            if transfer.state is TransferState.RELEASED:
+                self.release(transfer)
+            elif not transfer.busy:
                 self.settle_unwanted(transfer)
         held = {id(owner) for owner in self.waiters} | {id(each) for each in self.transfers.values()}
         mine = (Waiter, Transfer)
