@@ -126,6 +126,7 @@ class Directory:
             grant = self.arena.reserve((record.digest, layer))
             if grant is not None:
                 record.residency[layer] = ResidencyState.PROMOTE_RESERVED
+                record.moving[layer] = grant
             return grant
 
     def advance(self, record: ChunkRecord, layer: int, state: ResidencyState) -> None:
@@ -137,9 +138,16 @@ class Directory:
         with self._lock:
             if record.grants[layer] == grant:
                 return
-            if record.residency[layer] not in _LIVE:
-                record.residency[layer] = ResidencyState.DEVICE_RELEASED
+            self.disown(record, layer, grant)
             self.arena.release(grant)
+
+    def disown(self, record: ChunkRecord, layer: int, grant: Grant) -> None:
+        """Nobody waits for a promotion any more, and its reader is late: the segment may be promoted anew, into another
+        slot. This one stays taken until `abandon`, after the reader has acknowledged."""
+        with self._lock:
+            if record.moving[layer] == grant and record.residency[layer] not in _LIVE:
+                record.residency[layer] = ResidencyState.DEVICE_RELEASED
+                record.moving[layer] = None
 
     def publish(self, record: ChunkRecord, layer: int, grant: Grant) -> None:
         """Make the filled slot the chunk's device replica in `layer`.
@@ -265,12 +273,11 @@ class Directory:
         with self._lock:
             held = {grant for record in self for grant in record.grants if grant is not None}
             self.arena.reclaim(held | set(known))
-            moving = {self.arena.owner(grant) for grant in known}
             for record in self:
                 for layer, grant in enumerate(record.grants):
                     if grant is not None:
                         record.residency[layer] = ResidencyState.DEVICE_VISIBLE
-                    elif record.key(layer) not in moving:
+                    elif record.moving[layer] not in known:
                         record.residency[layer] = ResidencyState.DEVICE_RELEASED
 
     def _require_current(self, record: ChunkRecord) -> None:

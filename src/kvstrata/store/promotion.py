@@ -85,6 +85,11 @@ class _Slots(SlotDestination):
         item = self.items[index]
         self._directory.publish(item.record, item.layer, item.grant)
 
+    def disown(self) -> None:
+        """Nobody waits any more; the slots come back by `release`, when their reader has acknowledged."""
+        for item in self.items:
+            self._directory.disown(item.record, item.layer, item.grant)
+
     def release(self) -> None:
         for item, owner in zip(self.items, self.owners, strict=True):
             arena, grant = self.arena, item.grant
@@ -180,7 +185,8 @@ class Batch:
         return arrival
 
     def abandon(self) -> None:
-        """Give the slots back once the readers have acknowledged. Blocks for that, but not past the deadline.
+        """Give the slots back once the readers have acknowledged. Blocks for that, but not past the deadline: segments
+        whose reader is later than that may be promoted anew, into other slots.
 
         Also after a `finish` that was interrupted; after one that ended there is nothing left to do.
         """
@@ -190,6 +196,9 @@ class Batch:
         with queue.lock:
             while not self.settled and (left := end - queue.clock()) > 0:
                 queue.changed.wait(left)
+            for waiter in filter(queue.holds, self.waiters):
+                assert isinstance(waiter.destination, _Slots)
+                waiter.destination.disown()
 
     def _error(self, result: TransferResult) -> Exception:
         if result.error is not None:
@@ -286,6 +295,10 @@ class Promoter:
         """
         waiters = {waiter for batch in wanted for waiter in batch.waiters}
         out: list[Destination] = self.queue.reclaim(waiters)
+        awaited = {id(waiter.destination) for waiter in waiters}
+        for each in out:
+            if isinstance(each, _Slots) and id(each) not in awaited:
+                each.disown()
         return {grant for each in out if isinstance(each, _Slots) for grant in each.grants}
 
     def close(self) -> None:

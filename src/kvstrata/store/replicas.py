@@ -61,8 +61,8 @@ class ChunkRecord:
 
     identity, digest: what it is. generation: of this record; one that is dropped and made again gets another.
     device, host, durable: its replicas. grants: those of `device`. residency: of each layer between the device and the
-    tiers below. authority: the tier whose whole, valid copy keeps the chunk from being lost, or the empty string while
-    that takes several. epoch: moves with the authority. failure: why the last attempt to write it failed.
+    tiers below. moving: by layer, the slot of the promotion that somebody waits for. authority: the tier whose whole,
+    valid copy keeps the chunk from being lost, or the empty string while that takes several. epoch: moves with the authority. failure: why the last attempt to write it failed.
     users: open histories that contain it. leased: whether the durable replica is held against eviction.
     """
 
@@ -78,6 +78,7 @@ class ChunkRecord:
         "host",
         "identity",
         "leased",
+        "moving",
         "residency",
         "users",
     )
@@ -92,6 +93,7 @@ class ChunkRecord:
         self.durable = Replica(FILES, tenant, 0)
         self.grants = self.device.grants
         self.residency = [ResidencyState.DEVICE_RELEASED] * layers
+        self.moving: list[Grant | None] = [None] * layers
         self.authority = ""
         self.epoch = 1
         self.failure: StoreError | None = None
