@@ -1,0 +1,64 @@
+"""More is asked for than may be on its way, while SmolLM2 generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import CHUNK
+from fault_runs import CHUNKS, FILES, SETUPS, SavedModel, Setup, once
+
+from kvstrata.cost.credits import Credits
+from kvstrata.engines.transformers.context import segment_layout
+from kvstrata.engines.transformers.parts import MemoryParts
+from kvstrata.errors import Reason, StoreError
+from kvstrata.tiers.fault_plan import Fault
+
+
+@SETUPS
+@pytest.mark.parametrize("resource", ["staging", pytest.param("queue", marks=pytest.mark.faults)])
+def test_full_staging_is_a_refusal_and_never_a_spin(
+    smol: SavedModel, tmp_path: Path, setup: Setup, resource: str
+) -> None:
+    """LMCache#2942: a full staging buffer made a request spin without end. A hung read keeps its credits: what does not
+    fit beside it is refused, and goes through when it has been acknowledged."""
+    expected = smol.expected(setup)
+    two = 2 * CHUNKS * segment_layout(smol.model, CHUNK).segment_bytes
+    credits = Credits(2 * two, two, 2 * two, 8) if resource == "staging" else Credits(2 * two, 2 * two, 2 * two, 2)
+    reason = Reason.CREDIT_PRESSURE if resource == "staging" else Reason.QUEUE_FULL
+    with smol.scene(
+        tmp_path / "store",
+        Setup(setup.name, setup.host, setup.slots + CHUNKS),
+        once("read", 0, Fault.HANG),
+        readers=1,
+        read_timeout_s=0.3,
+        parts=MemoryParts(credits=credits),
+    ) as scene:
+        with pytest.raises(StoreError) as refusal:
+            scene.run()
+        assert refusal.value.reason is Reason.STORE_LATE
+        assert len(scene.promoter.pool.outstanding) == 2, "the read's, and its destination's"
+        with pytest.raises(StoreError) as refusal:
+            scene.run()
+        assert refusal.value.reason is reason
+        assert scene.promoter.queue.totals.refused == 1
+        assert scene.request.frontier == smol.ids.shape[1] - 1
+        scene.injector.let_go()
+        scene.settle()
+        assert torch.equal(scene.run(), expected)
+        assert scene.recomputed == []
+        scene.account()
+
+
+@pytest.mark.faults
+def test_a_forgotten_request_pins_nothing_that_others_need(smol: SavedModel, tmp_path: Path) -> None:
+    """LMCache#1034, as a request that was restored and never continued."""
+    roomy = Setup(FILES.name, slots=FILES.slots + CHUNKS * 30)
+    with smol.scene(tmp_path / "store", roomy) as scene:
+        forgotten = scene.request
+        scene.request, _ = scene.restore()
+        assert torch.equal(scene.run(), smol.expected(FILES))
+        assert not forgotten.closed
+        assert scene.memory.arena.peak_slots <= roomy.slots
+        scene.account()
