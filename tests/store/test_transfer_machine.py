@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transfer_parts import SIZE, Bench, done, holds, make_unit
+from transfer_parts import SIZE, Bench, done, holds
 
 from kvstrata.contract.states import SlotState
 from kvstrata.cost.credits import Credits

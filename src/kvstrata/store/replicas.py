@@ -62,8 +62,9 @@ class ChunkRecord:
     identity, digest: what it is. generation: of this record; one that is dropped and made again gets another.
     device, host, durable: its replicas. grants: those of `device`. residency: of each layer between the device and the
     tiers below. moving: by layer, the slot of the promotion that somebody waits for. authority: the tier whose whole,
-    valid copy keeps the chunk from being lost, or the empty string while that takes several. epoch: moves with the authority. failure: why the last attempt to write it failed.
-    users: open histories that contain it. leased: whether the durable replica is held against eviction.
+    valid copy keeps the chunk from being lost, or the empty string while that takes several. epoch: moves with the
+    authority. failure: why the last attempt to write it failed. users: open histories that contain it. leased: whether
+    the durable replica is held against eviction.
     """
 
     __slots__ = (

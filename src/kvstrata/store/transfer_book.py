@@ -54,6 +54,7 @@ class TransferBook:
         if not transfer.busy:
             self.let_go(waiter)
         self.settle_unwanted(transfer)
+        self.changed.notify_all()
 
     def let_go(self, waiter: Waiter) -> None:
         """Give back destination and credits of a waiter that has ended and whose copier is done with it."""
