@@ -107,6 +107,11 @@ class FaultInjector:
         self._lock = threading.Lock()
 
     @property
+    def dead(self) -> bool:
+        """Whether DIE has struck, and nothing has revived it."""
+        return self._dead
+
+    @property
     def calls(self) -> dict[str, int]:
         """Calls of every operation so far, faulty or not, while enabled."""
         with self._lock:

@@ -42,10 +42,13 @@ class FaultyFiles:
         return self.files.open(path, flags)
 
     def close(self, fd: int, /) -> None:
-        self._catch_up(fd)
+        """Closes in any case: a dead process has no open files either."""
         self._ended.pop(fd, None)
-        self.files.close(fd)
-        self.injector.next("close", _ANY)
+        try:
+            self._catch_up(fd)
+            self.injector.next("close", _ANY)
+        finally:
+            self.files.close(fd)
 
     def size(self, fd: int, /) -> int:
         self._catch_up(fd)
@@ -133,7 +136,7 @@ class FaultyFiles:
 
     def _catch_up(self, fd: int) -> None:
         held = self._held.pop(fd, None)
-        if held is not None:
+        if held is not None and not self.injector.dead:
             held()
 
 
