@@ -13,7 +13,7 @@ from fault_runs import BOTH, CHUNKS, FILES, LAYERS, SETUPS, SavedModel, Setup
 import kvstrata
 from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.states import LeaseState, SlotState
-from kvstrata.errors import ConfigurationError, Reason, SessionError, StateError
+from kvstrata.errors import Reason, SessionError, StateError, UnsupportedError
 from kvstrata.store.leases import LeaseTable
 
 LAST = CHUNKS - 1
@@ -67,7 +67,7 @@ def test_a_rope_position_that_is_left_out_is_refused(smol: SavedModel, tmp_path:
         first = scene.run(new=1)
         ledger, frontier = scene.memory.ledger(), scene.request.frontier
         token = first.argmax(-1)[None]
-        with pytest.raises(ConfigurationError) as refusal, torch.no_grad():
+        with pytest.raises(UnsupportedError) as refusal, torch.no_grad():
             smol.model(token, past_key_values=scene.request.cache, position_ids=torch.tensor([[frontier + 1]]))
         assert refusal.value.reason is Reason.POSITIONS_UNSUPPORTED
         after = scene.memory.ledger()
@@ -112,8 +112,14 @@ def test_no_tenant_or_salt_is_served_the_rows_of_another(
     options = setup.options(smol.model) | {"budget": None}
     prompt = smol.ids[0, : CHUNK + 5].tolist()
     with kvstrata.attach(smol.loaded, tmp_path / "store", tenant=tenant, salt=salt, **options) as memory:
-        with pytest.raises((SessionError, StateError)) if tenant != "default" else _nothing():
-            memory.restore("talk", prompt)
+        if tenant == "default":
+            other, receipt = memory.restore("talk", prompt)
+            assert (receipt.reason, receipt.restored_tokens) == (Reason.CONTEXT_DIFFERS, 0)
+            other.close()
+        else:
+            with pytest.raises(SessionError) as refusal:
+                memory.restore("talk", prompt)
+            assert refusal.value.reason is Reason.SESSION_UNKNOWN
         request = memory.prefill(prompt)
         (record,) = request.history.chunks
         memory.save("mine", request)
@@ -169,9 +175,3 @@ def test_two_attachments_do_not_reserve_twice(smol: SavedModel, tmp_path: Path) 
         assert refusal.value.reason is Reason.ALREADY_ATTACHED
         assert torch.equal(scene.run(), smol.expected(FILES))
         scene.account()
-
-
-def _nothing() -> object:
-    import contextlib
-
-    return contextlib.nullcontext()

@@ -11,6 +11,7 @@ from fault_runs import CHUNKS, SETUPS, SavedModel, Setup
 
 from kvstrata.contract.states import SnapshotState
 from kvstrata.errors import Reason, RetrievalError
+from kvstrata.store.leases import LeaseTable
 from kvstrata.store.retrieval import CommittedRows, Publications, Searches
 from kvstrata.store.retrieval.snapshots import Snapshot
 
@@ -22,7 +23,7 @@ def test_an_index_before_its_rows_is_refused(smol: SavedModel, tmp_path: Path, s
     """First no row is published, then one chunk too few: nothing becomes visible, and the rows are not touched."""
     with smol.scene(tmp_path / "store", setup) as scene:
         rows = CommittedRows(scene.memory.context, scene.memory.layout)
-        lines = Publications(rows, Searches())
+        lines = Publications(rows, Searches(LeaseTable(lambda: 0.0), 5))
         with pytest.raises(RetrievalError) as refusal:
             lines.write_selector("proxy", **PROXY)
         assert refusal.value.reason is Reason.COVERAGE_BEYOND_FRONTIER

@@ -81,7 +81,7 @@ def test_the_cap_counts_temporary_files_and_is_a_full_disk(smol: SavedModel, tmp
             scene.memory.save("other", request)
         assert refusal.value.reason is Reason.STORE_FULL
         assert used <= scene.store.usage().total_bytes <= 21_000_000
-        assert [item.name for item in SessionStore(scene.store).list()] == ["talk"]
+        assert [item.latest.name for item in SessionStore(scene.store).list() if item.latest] == ["talk"]
         request.close()
         assert torch.equal(scene.run(), expected), "what was stored is served"
         assert scene.store.usage().temporary == 0

@@ -340,3 +340,27 @@ def test_any_order_of_calls_loses_no_row_and_no_slot(seed: int) -> None:
             assert item.file is FileReplicaState.PUBLISHED or item.resident == LAYERS
             for grant in item.grants:
                 assert grant is None or directory.arena.generations[grant.slot] == grant.generation
+
+
+def test_a_segment_whose_reader_is_late_may_be_promoted_anew_into_another_slot() -> None:
+    directory = make_directory()
+    (record,) = make_history(directory, 1).chunks
+    directory.mark(record, FileReplicaState.WRITING)
+    directory.mark(record, FileReplicaState.PUBLISHED)
+    directory.evict(record, 1)
+    late = directory.reserve(record, 1)
+    assert late is not None
+    with pytest.raises(StateError, match="promote_reserved"):
+        directory.reserve(record, 1)
+    directory.disown(record, 1, late)
+    again = directory.reserve(record, 1)
+    assert again is not None
+    assert again.slot != late.slot
+    directory.reclaim({late, again})
+    assert record.residency[1] is ResidencyState.PROMOTE_RESERVED
+    used = directory.arena.used_slots
+    directory.abandon(record, 1, late)
+    assert directory.arena.used_slots == used - 1
+    assert record.residency[1] is ResidencyState.PROMOTE_RESERVED, "the late one speaks for itself alone"
+    directory.publish(record, 1, again)
+    assert record.grants[1] == again
