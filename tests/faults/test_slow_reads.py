@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_runs import BOTH, CHUNKS, FILES, HOST, LAYERS, SEGMENTS, SETUPS, SavedModel, Setup, once
+from fault_runs import BOTH, CHUNKS, HOST, LAYERS, SEGMENTS, SETUPS, SavedModel, Setup, once
 
 from kvstrata.errors import Reason, StoreError
 from kvstrata.tiers.fault_plan import Fault, FaultInjector, FaultPlan, Injection

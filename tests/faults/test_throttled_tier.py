@@ -111,7 +111,9 @@ def test_a_link_slower_than_the_model_is_declined(smol: SavedModel, tmp_path: Pa
         assert link.totals.bytes >= SEGMENTS * layer
         for count in range(1, 9):
             for direction in Direction:
-                ledger.record(ServiceObservation("link", direction, count * layer, link.latency_s + count * layer / 2e6))
+                ledger.record(
+                    ServiceObservation("link", direction, count * layer, link.latency_s + count * layer / 2e6)
+                )
         chunk = LAYERS * layer
         quick = CostGate(ledger.rates, _Prefill(0.002))
         store = quick.store("link", chunk, 0, CHUNK, reuse_probability=1.0)

@@ -89,9 +89,7 @@ def test_the_cap_counts_temporary_files_and_is_a_full_disk(smol: SavedModel, tmp
 
 
 @SETUPS
-def test_a_write_that_was_acknowledged_and_lost_is_a_later_miss(
-    smol: SavedModel, tmp_path: Path, setup: Setup
-) -> None:
+def test_a_write_that_was_acknowledged_and_lost_is_a_later_miss(smol: SavedModel, tmp_path: Path, setup: Setup) -> None:
     """llm-d-kv-cache#457: a dropped write is a later miss, never a hang and never a wrong row."""
     ids = other_prompt(smol)
     tight = Setup(setup.name, setup.host, ROOM)
@@ -203,5 +201,5 @@ def test_a_name_that_was_lost_is_no_hit(smol: SavedModel, tmp_path: Path) -> Non
         receipt = scene.memory.save("other", request)
         assert receipt.chunks == 2
         assert scene.store.tier.has(record.digest), "a save looks again, and writes what is not there"
-        assert CHUNKS < scene.store.usage().chunks
+        assert scene.store.usage().chunks > CHUNKS
         scene.account()

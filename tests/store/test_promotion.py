@@ -18,7 +18,7 @@ from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import DamagedError, Reason, StateError, StoreError
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.promotion import OpenChunks, Promoter
-from kvstrata.tiers.files import FileTier, OsFiles
+from kvstrata.tiers.files import ChunkFile, FileTier, OsFiles
 
 CHUNKS = make_history(make_context(), list(range(1, 3 * LAYOUT.chunk_tokens + 1)))
 
@@ -254,3 +254,72 @@ def test_a_forgotten_file_is_not_handed_out_and_its_reader_closes_it(tier: FileT
     second.read_into(0, [target])
     chunks.check_in(second)
     chunks.close()
+
+
+class _Gated(FileTier):
+    """Opens wait until the test lets them."""
+
+    gate = threading.Event()
+    opening = threading.Event()
+
+    def open(self, chunk: bytes) -> ChunkFile:
+        file = super().open(chunk)
+        self.opening.set()
+        assert self.gate.wait(60)
+        return file
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_an_open_that_hangs_holds_up_nobody_else(tmp_path: Path, forgotten: bool) -> None:
+    """What was forgotten meanwhile is for its own reader alone."""
+    write_all(FileTier(tmp_path), CHUNKS[:1])
+    tier, name, opened = _Gated(tmp_path), CHUNKS[0].digest, list[Any]()
+    tier.gate, tier.opening = threading.Event(), threading.Event()
+    chunks = OpenChunks(tier)
+    late = threading.Thread(target=lambda: opened.append(chunks.check_out(name)))
+    late.start()
+    assert tier.opening.wait(60)
+    if forgotten:
+        chunks.forget(name)
+    tier.gate.set()
+    late.join(60)
+    again = chunks.check_out(name)
+    assert (again is opened[0]) is not forgotten
+    chunks.check_in(opened[0])
+    chunks.check_in(again)
+    target = memoryview(bytearray(LAYOUT.segment_bytes))
+    if forgotten:
+        with pytest.raises(StateError):
+            opened[0].read_into(0, [target])
+    assert again.read_into(0, [target]) == LAYOUT.segment_bytes
+    chunks.close()
+
+
+def test_a_copy_of_an_older_epoch_is_not_read(promoter: Promoter, directory: Directory) -> None:
+    record = records(directory)[0]
+    record.durable.epoch -= 1
+    with pytest.raises(DamagedError, match="no valid copy in files") as failure:
+        promoter.start(promoter.reserve([(record, 0)]) or []).finish()
+    assert failure.value.reason is Reason.CHUNK_MISSING
+    assert directory.arena.used_slots == 0
+
+
+def test_a_segment_is_read_anew_beside_a_reader_that_hangs(directory: Directory, tier: FileTier, files: Files) -> None:
+    promoter = Promoter(directory, tier, LAYOUT, readers=2, timeout_s=0.2)
+    record = records(directory)[0]
+    files.gate.clear()
+    late = promoter.start(promoter.reserve([(record, 1)]) or [])
+    with pytest.raises(StoreError) as refusal:
+        late.finish()
+    assert refusal.value.reason is Reason.STORE_LATE
+    late.abandon()
+    again = promoter.reserve([(record, 1)])
+    assert again is not None
+    batch = promoter.start(again)
+    files.gate.set()
+    assert batch.finish().nbytes == LAYOUT.segment_bytes
+    with promoter.queue.lock:
+        assert promoter.queue.changed.wait_for(lambda: not promoter.queue.book.copying, 60)
+    assert bytes(directory.arena.backing.readable(again[0].grant.slot)) == CHUNKS[0].payload(1)
+    assert (directory.arena.used_slots, promoter.pool.outstanding) == (1, ())
+    promoter.close()

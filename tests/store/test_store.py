@@ -14,6 +14,9 @@ from chunks_and_faults import FaultyFiles, flip, make_chunk, tree, write_all
 
 from kvstrata.errors import Reason, StateError, StoreError
 from kvstrata.store import CollectOutcome, Store
+from kvstrata.tiers.fault_plan import Fault, FaultInjector, FaultPlan
+from kvstrata.tiers.faulty import FaultyTier
+from kvstrata.tiers.throttled import Link, ThrottledTier
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -334,3 +337,20 @@ def test_two_processes_write_the_same_chunks(tmp_path: Path) -> None:
         assert [verdict.sound for verdict in store.verify()] == [True] * 20
         assert store.usage().temporary == 0
         assert store.usage().damaged == 0
+
+
+def test_a_wrapped_tier_stands_between_the_files_and_their_users(tmp_path: Path) -> None:
+    """A faulty tier behind a slow link; what verifies and collects looks at the files themselves."""
+    chunk, link = make_chunk(), Link(1e9, 0.01, sleep=lambda _: None)
+    injector = FaultInjector(FaultPlan(rates={Fault.LOSE: 1.0}, operations=frozenset({"has"})))
+    with Store(tmp_path, wrap_tier=lambda tier: ThrottledTier(FaultyTier(tier, injector), link)) as store:
+        store.tier.write(*chunk.arguments)
+        assert (store.tier.has(chunk.digest), store.file_tier.has(chunk.digest)) == (False, True)
+        with store.tier.open(chunk.digest) as reader, store.file_tier.open(chunk.digest) as file:
+            assert reader.stored_bytes == file.stored_bytes == store.usage().chunk_bytes
+            assert [reader.checksum(layer) for layer in range(3)] == [file.checksum(layer) for layer in range(3)]
+        assert store.tier.capability.tier == "link"
+        assert [verdict.sound for verdict in store.verify()] == [True]
+        assert store.collect(keep=()).chunks_removed == 1
+    with Store(tmp_path) as store:
+        assert store.tier is store.file_tier
