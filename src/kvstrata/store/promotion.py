@@ -215,7 +215,7 @@ class Batch:
 
 
 class Promoter:
-    """Reads segments with `readers` threads. Owner calls `close`.
+    """Reads segments with `readers` threads; with 0, whoever waits for a batch reads it. Owner calls `close`.
 
     timeout_s: longest time for a batch. host: a tier in between, which is asked first and keeps what passes through.
     credits: what may be on its way at once; by default as much as the arena holds. deliver: as for `TransferQueue`.
@@ -247,8 +247,9 @@ class Promoter:
         self.queue = TransferQueue(
             f"{self._source} -> {DEVICE}", self.pool, _Copier(self.files, host), clock=clock, deliver=deliver
         )
-        self._workers = TransferWorkers(self.queue, readers)
-        self._workers.start()
+        self._workers = TransferWorkers(self.queue, readers) if readers else None
+        if self._workers is not None:
+            self._workers.start()
 
     def reserve(self, segments: Sequence[tuple[ChunkRecord, int]]) -> list[Promotion] | None:
         """Slots for all the segments, or `None` and nothing reserved when there are not enough."""
@@ -271,7 +272,7 @@ class Promoter:
         are given back then.
         """
         batch = Batch(self.queue, promotions, self._timeout_s, self._note)
-        share = max(1, -(-len(promotions) // self.readers))
+        share = max(1, -(-len(promotions) // max(1, self.readers)))
         deadline = self.queue.clock() + self._timeout_s
         for start in range(0, len(promotions), share):
             items = promotions[start : start + share]
@@ -304,7 +305,8 @@ class Promoter:
     def close(self) -> None:
         """Wait for reads under way, but not past their deadline, end the threads, close the files."""
         self.queue.close()
-        self._workers.stop(self._timeout_s)
+        if self._workers is not None:
+            self._workers.stop(self._timeout_s)
         self.files.close()
 
     def _note(self, arrival: Arrival) -> None:

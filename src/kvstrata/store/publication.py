@@ -1,7 +1,7 @@
 """Sealed chunks go to the file tier behind the running model.
 
-One thread, started and stopped by its owner. The queue needs no bound of its own: a chunk that waits occupies its
-slots, and the memory budget stops the producer.
+One thread, started and stopped by its owner, or none and the owner's `run_one`. The queue needs no bound of its own: a
+chunk that waits occupies its slots, and the memory budget stops the producer.
 """
 
 from __future__ import annotations
@@ -116,27 +116,38 @@ class Publisher:
             self._thread.join()
             self._thread = None
 
+    def run_one(self) -> bool:
+        """Write the next queued chunk on this thread; whether there was one. For an owner that starts no thread."""
+        if self._jobs.empty():
+            return False
+        job = self._jobs.get()
+        if job is not None:
+            self._settle(*job)
+        return job is not None
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            record, held = job
-            start, cpu = self._clock(), time.thread_time()
-            state, failure = FileReplicaState.FAILED, None
-            try:
-                self._write(record, held)
-                state = FileReplicaState.PUBLISHED
-            except KvstrataError as error:
-                failure = error if isinstance(error, StoreError) else StoreError(error.reason, error.cause)
-            except BaseException as error:  # noqa: BLE001 - kept for the owner: a bug must not look like a full disk
-                self._error = error
-            # The slots are let go before the chunk becomes evictable: an eviction must free them at once.
-            for grant in held:
-                self.directory.arena.let_go(grant)
-            self.directory.mark(record, state, failure)
-            cpu = time.thread_time() - cpu
-            self._add(failures=int(failure is not None), service_s=self._clock() - start, cpu_s=cpu)
-            with self._settled:
-                self._pending.discard(record)
-                self._settled.notify_all()
+            self._settle(*job)
+
+    def _settle(self, record: ChunkRecord, held: list[Grant]) -> None:
+        start, cpu = self._clock(), time.thread_time()
+        state, failure = FileReplicaState.FAILED, None
+        try:
+            self._write(record, held)
+            state = FileReplicaState.PUBLISHED
+        except KvstrataError as error:
+            failure = error if isinstance(error, StoreError) else StoreError(error.reason, error.cause)
+        except BaseException as error:  # noqa: BLE001 - kept for the owner: a bug must not look like a full disk
+            self._error = error
+        # The slots are let go before the chunk becomes evictable: an eviction must free them at once.
+        for grant in held:
+            self.directory.arena.let_go(grant)
+        self.directory.mark(record, state, failure)
+        cpu = time.thread_time() - cpu
+        self._add(failures=int(failure is not None), service_s=self._clock() - start, cpu_s=cpu)
+        with self._settled:
+            self._pending.discard(record)
+            self._settled.notify_all()
 
     def _write(self, record: ChunkRecord, held: list[Grant]) -> None:
         backing, tokens = self.directory.arena.backing, len(record.identity.token_ids)
