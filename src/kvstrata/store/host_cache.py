@@ -16,7 +16,7 @@ from enum import StrEnum
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
-from kvstrata.contract.states import ResidencyState
+from kvstrata.contract.states import FileReplicaState, ResidencyState
 from kvstrata.errors import Reason, StateError
 from kvstrata.ports import Clock
 from kvstrata.store.admission import AdmissionConfig, AdmissionFilter, AdmissionOutcome, Contender
@@ -118,9 +118,14 @@ class HostCache:
                 directory.advance(record, layer, ResidencyState.DEVICE_VISIBLE)
 
     def demote_whole(self, record: ChunkRecord) -> bool:
-        """Give every segment of a chunk a copy here that may be its last; whether all of them have one now."""
+        """Give every segment of a chunk a copy here that may be its last; whether all of them have one now.
+
+        In a tier that is too small for the chunk, one segment's copy makes room for another's.
+        """
         done = (DemoteOutcome.COPIED, DemoteOutcome.PRESENT)
-        return all(self.demote(record, layer, required=True) in done for layer in range(self.directory.layers))
+        layers = range(self.directory.layers)
+        moved = all(self.demote(record, layer, required=True) in done for layer in layers)
+        return moved and all(record.valid(record.host, layer) for layer in layers)
 
     def load(self, record: ChunkRecord, layer: int, buffers: Sequence[memoryview]) -> int | None:
         """Copy a segment into `buffers` and verify it; the bytes, or `None` when there is no sound copy here.
@@ -185,6 +190,10 @@ class HostCache:
 
     def _reserve(self, record: ChunkRecord, layer: int, *, required: bool) -> Grant | None:
         with self._lock:
+            if record.host.state is FileReplicaState.PUBLISHED and record.host.epoch != record.epoch:
+                # Copies of an older epoch are never read; in their place there would be no room for a valid one.
+                for each in range(self.directory.layers):
+                    self._revoke(record, each)
             slot = self.arena.reserve(record.key(layer))
             while slot is None:
                 victims = self._policy.victims(count=1, pinned=self._is_last).keys
