@@ -20,8 +20,6 @@ from kvstrata.tiers.memory import Grant, MemoryArena
 
 __all__ = ["ChunkRecord", "Directory", "Replica", "SegmentKey"]
 
-_LIVE = frozenset({ResidencyState.DEVICE_VISIBLE, ResidencyState.LOWER_VALID})
-
 
 class Directory:
     """Records of all chunks in use. Thread-safe; no call blocks on I/O.
@@ -145,9 +143,10 @@ class Directory:
         """Nobody waits for a promotion any more, and its reader is late: the segment may be promoted anew, into another
         slot. This one stays taken until `abandon`, after the reader has acknowledged."""
         with self._lock:
-            if record.moving[layer] == grant and record.residency[layer] not in _LIVE:
-                record.residency[layer] = ResidencyState.DEVICE_RELEASED
+            if record.moving[layer] == grant:
                 record.moving[layer] = None
+                if record.grants[layer] is None:
+                    record.residency[layer] = ResidencyState.DEVICE_RELEASED
 
     def publish(self, record: ChunkRecord, layer: int, grant: Grant) -> None:
         """Make the filled slot the chunk's device replica in `layer`.
@@ -171,6 +170,7 @@ class Directory:
             record.residency[layer] = following
             self._revive(record, record.device)
             record.grants[layer] = grant
+            record.moving[layer] = None
 
     def adopt(self, record: ChunkRecord, layer: int, grant: Grant, tail_owner: Hashable) -> None:
         """Turn the open tail's slot into the sealed chunk's device replica, or free it if there is one already.
@@ -275,9 +275,11 @@ class Directory:
             self.arena.reclaim(held | set(known))
             for record in self:
                 for layer, grant in enumerate(record.grants):
+                    if record.moving[layer] not in known:
+                        record.moving[layer] = None
                     if grant is not None:
                         record.residency[layer] = ResidencyState.DEVICE_VISIBLE
-                    elif record.moving[layer] not in known:
+                    elif record.moving[layer] is None:
                         record.residency[layer] = ResidencyState.DEVICE_RELEASED
 
     def _require_current(self, record: ChunkRecord) -> None:
@@ -308,7 +310,10 @@ class Directory:
         if grant is None:
             return
         record.grants[layer] = None
-        record.residency[layer] = ResidencyState.DEVICE_RELEASED
+        # The same segment may have come another way since its promotion began, which goes on.
+        record.residency[layer] = (
+            ResidencyState.DEVICE_RELEASED if record.moving[layer] is None else ResidencyState.PROMOTE_RESERVED
+        )
         self.arena.release(grant)
         if not any(record.grants):
             record.device.state = FileReplicaState.ABSENT

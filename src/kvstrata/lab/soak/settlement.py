@@ -64,7 +64,7 @@ def _legal(world: World, flight: Flight) -> None:
         TransferOutcome.FAILED: fate == "failed" or dropped(world, flight),
     }
     assert outcome is not None
-    require(reasons[outcome], "a transfer ended without a cause:", outcome, passage.phase, fate)
+    require(reasons[outcome], "a transfer ended without a cause:", outcome, passage.phase, fate, result_error(flight))
 
 
 def _stale(world: World, flight: Flight) -> bool:
@@ -93,3 +93,8 @@ def fate_of(error_reason: Reason) -> str:
     """What a copier's error makes of its passage."""
     found = _DAMAGE.get(error_reason)
     return {"short_copy": "short", "checksum_mismatch": "corrupt"}.get(found or "", "failed")
+
+
+def result_error(flight: Flight) -> object:
+    """The error that came with the outcome, if any."""
+    return None if flight.waiter.result is None else flight.waiter.result.error
