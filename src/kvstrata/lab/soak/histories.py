@@ -10,7 +10,7 @@ from kvstrata.lab.soak.world import World
 from kvstrata.store.directory import ChunkRecord
 from kvstrata.store.history import History
 
-__all__ = ["ACTIONS", "extend", "give_up", "note_sealed"]
+__all__ = ["ACTIONS", "extend", "give_up", "note_sealed", "put_rows"]
 
 _LINES = 6
 _ROWS = 5 * SIZE
@@ -48,7 +48,13 @@ def append(world: World) -> str:
 
 def extend(world: World, line: Line, rows: int) -> str:
     """Write `rows` rows into slots that are there, and commit them."""
-    history, tokens, states = line.history, [], []
+    line.history.commit(rows, put_rows(world, line, rows))
+    return f"sealed_{note_sealed(world, line)}"
+
+
+def put_rows(world: World, line: Line, rows: int) -> list[int]:
+    """Write `rows` rows after the frontier in all layers, and note them; returns their tokens."""
+    history, tokens, states = line.history, list[int](), list[bytes]()
     backing, last = world.directory.arena.backing, line.last
     for position in range(history.frontier, history.frontier + rows):
         token = (line.script * 7 + position) % 5 if world.rng.random() < 0.95 else world.rng.randrange(5)
@@ -60,8 +66,7 @@ def extend(world: World, line: Line, rows: int) -> str:
             write_row(backing.writable(grant.slot), position % SIZE, last, layer)
     line.tokens += tokens
     line.states += states
-    history.commit(rows, tokens)
-    return f"sealed_{note_sealed(world, line)}"
+    return tokens
 
 
 def note_sealed(world: World, line: Line) -> int:

@@ -14,7 +14,8 @@ from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import DamagedError, Reason, StoreError
 from kvstrata.tiers.chunk_file import ReadReceipt
-from kvstrata.tiers.files import WriteOutcome, WriteReceipt
+from kvstrata.tiers.files import WriteReceipt
+from kvstrata.tiers.journal import WriteOutcome
 
 __all__ = ["MemoryReader", "MemoryTier"]
 

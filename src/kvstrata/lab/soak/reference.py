@@ -47,7 +47,8 @@ class Line:
 
 @dataclass(eq=False, slots=True)
 class Passage:
-    """One backend read. phase: queued, copying or landed. fate: what was done to its completion."""
+    """One backend read. phase: queued, copying or landed. fate: what was done to its completion.
+    interrupted: whether that was cut short."""
 
     queue: TransferQueue
     unit: UnitKey
@@ -58,6 +59,7 @@ class Passage:
     order: CopyOrder | None = None
     event: CopyEvent | None = None
     landed_at: float = math.inf
+    interrupted: bool = False
     flights: list[Flight] = field(default_factory=list)
 
     @property

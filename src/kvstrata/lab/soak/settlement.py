@@ -61,7 +61,7 @@ def _legal(world: World, flight: Flight) -> None:
         TransferOutcome.SHORT_COPY: fate == "short",
         TransferOutcome.CHECKSUM_MISMATCH: fate == "corrupt",
         TransferOutcome.LAYOUT_MISMATCH: fate == "layout",
-        TransferOutcome.FAILED: fate == "failed" or dropped(world, flight),
+        TransferOutcome.FAILED: fate == "failed" or passage.interrupted or dropped(world, flight),
     }
     assert outcome is not None
     require(reasons[outcome], "a transfer ended without a cause:", outcome, passage.phase, fate, result_error(flight))
