@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any
 
 from kvstrata.contract.capability import DEVICE, FILES, HOST
 from kvstrata.contract.identity import ChunkIdentity
-from kvstrata.contract.states import FILE_REPLICA, RESIDENCY, FileReplicaState, ResidencyState
+from kvstrata.contract.states import FILE_REPLICA, RESIDENCY, FileReplicaState, ResidencyState, SlotState
 from kvstrata.errors import ConfigurationError, Reason, StateError, StoreError
 from kvstrata.store.replicas import ChunkRecord, Replica, SegmentKey
 from kvstrata.tiers.memory import Grant, MemoryArena
@@ -64,14 +65,12 @@ class Directory:
         Errors: as `record`.
         """
         with self._lock:
-            record = self.record(identity)
-            if on_file and record.file in (FileReplicaState.ABSENT, FileReplicaState.REVOKED):
-                self.mark(record, FileReplicaState.PUBLISHED)
+            record = self.record(identity, on_file=on_file)
             record.users += 1
             return record
 
-    def record(self, identity: ChunkIdentity) -> ChunkRecord:
-        """The chunk's record, made if there is none, without counting a user.
+    def record(self, identity: ChunkIdentity, *, on_file: bool = False) -> ChunkRecord:
+        """As `acquire`, without counting a user: until the caller has counted one, `reclaim` forgets a new record.
 
         Errors: `StateError` when the record found under that digest is another chunk's.
         """
@@ -84,6 +83,8 @@ class Directory:
                 raise StateError(
                     Reason.TOKENS_DIFFER, f"two chunks have the name {identity.digest.hex()}; their rows are kept apart"
                 )
+            if on_file and record.file in (FileReplicaState.ABSENT, FileReplicaState.REVOKED):
+                self.mark(record, FileReplicaState.PUBLISHED)
             return record
 
     def find(self, digest: bytes) -> ChunkRecord | None:
@@ -97,16 +98,19 @@ class Directory:
 
     def drop(self, record: ChunkRecord) -> None:
         """One user less; the last one takes the memory replicas and the record along."""
+        self.drop_last([record])
+
+    def drop_last(self, held: list[Any]) -> None:
+        """As `drop` for the last record of `held`, which leaves the list in the same moment: an interrupt finds both
+        done or neither."""
         with self._lock:
+            record = held[-1]
             if record.users < 1:
                 raise StateError(Reason.NOT_COMMITTED, "a chunk was dropped more often than it was acquired")
-            record.users -= 1
+            # Signals are not served between these stores.
+            record.users, held[-1:] = record.users - 1, ()
             if record.users == 0:
-                for layer in range(self.layers):
-                    self._release(record, layer)
-                    self._release_host(record, layer)
-                self._records.pop(record.digest, None)
-                self.end_lease(record)
+                self._forget(record)
 
     def end_lease(self, record: ChunkRecord) -> None:
         """Let go of the durable replica, which may be evicted from now on."""
@@ -166,11 +170,11 @@ class Directory:
             if record.residency[layer] is ResidencyState.COPY_IN:
                 self.advance(record, layer, ResidencyState.DEVICE_STAGED)
             following = RESIDENCY.require(record.residency[layer], ResidencyState.DEVICE_VISIBLE)
-            self.arena.publish(grant, (record.digest, layer))
-            record.residency[layer] = following
+            if not self._published(grant, (record.digest, layer)):
+                self.arena.publish(grant, (record.digest, layer))
             self._revive(record, record.device)
-            record.grants[layer] = grant
-            record.moving[layer] = None
+            # Signals are not served between these stores.
+            record.grants[layer], record.residency[layer], record.moving[layer] = grant, following, None
 
     def adopt(self, record: ChunkRecord, layer: int, grant: Grant, tail_owner: Hashable) -> None:
         """Turn the open tail's slot into the sealed chunk's device replica, or free it if there is one already.
@@ -266,11 +270,15 @@ class Directory:
             return held
 
     def reclaim(self, known: Collection[Grant]) -> None:
-        """After an interruption: free device slots that nobody noted, and forget promotions that nobody finishes.
+        """After an interruption: free device slots that nobody noted, and forget promotions that nobody finishes and
+        records that nobody uses.
 
         known: every grant that anybody else than a record uses, reads under way included.
         """
         with self._lock:
+            for record in self:
+                if not record.users:
+                    self._forget(record)
             held = {grant for record in self for grant in record.grants if grant is not None}
             self.arena.reclaim(held | set(known))
             for record in self:
@@ -281,6 +289,26 @@ class Directory:
                         record.residency[layer] = ResidencyState.DEVICE_VISIBLE
                     elif record.moving[layer] is None:
                         record.residency[layer] = ResidencyState.DEVICE_RELEASED
+                self._repair(record)
+
+    def _repair(self, record: ChunkRecord) -> None:
+        for replica in (record.device, record.host):
+            if replica.state is FileReplicaState.PUBLISHED and not any(replica.grants):
+                replica.state = FileReplicaState.ABSENT
+        if record.authority in (DEVICE, HOST):
+            self._appoint(record)
+
+    def _published(self, grant: Grant, owner: Hashable) -> bool:
+        """Whether an interrupt came after the slot was published, and before that was noted."""
+        return self.arena.belongs(grant, owner) and self.arena.state(grant.slot) is SlotState.PUBLISHED
+
+    def _forget(self, record: ChunkRecord) -> None:
+        for layer in range(self.layers):
+            self._release(record, layer)
+            self._release_host(record, layer)
+        if self._records.get(record.digest) is record:
+            del self._records[record.digest]
+        self.end_lease(record)
 
     def _require_current(self, record: ChunkRecord) -> None:
         if self._records.get(record.digest) is not record:
@@ -290,9 +318,10 @@ class Directory:
         if replica.state is not FileReplicaState.PUBLISHED:
             self.generation += 1
             replica.generation = self.generation
-            replica.state = FileReplicaState.PUBLISHED
-            replica.epoch = record.epoch
             replica.layout = replica.payload = None
+            # The state last: a copy that is published under an older epoch never counts again.
+            replica.epoch = record.epoch
+            replica.state = FileReplicaState.PUBLISHED
 
     def _appoint(self, record: ChunkRecord, fresh: Replica | None = None) -> None:
         """Choose the authority anew, and count under a new epoch the copies that are valid now."""
@@ -301,9 +330,10 @@ class Directory:
             valid.append(fresh)
         whole = [each for each in valid if each is record.durable or None not in each.grants]
         record.authority = whole[-1].tier if whole else ""
-        record.epoch += 1
-        for replica in valid:
-            replica.epoch = record.epoch
+        epoch, (device, host, durable) = record.epoch + 1, record.replicas
+        epochs = epoch, *[epoch if each in valid else each.epoch for each in record.replicas]
+        # Signals are not served between these stores: a copy that is left behind never counts again.
+        record.epoch, device.epoch, host.epoch, durable.epoch = epochs
 
     def _release(self, record: ChunkRecord, layer: int) -> None:
         grant = record.grants[layer]

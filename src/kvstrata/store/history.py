@@ -114,9 +114,11 @@ class History:
         parent = self.chunks[-1].digest if self.chunks else b""
         if self.tail or self.frontier != identity.start or identity.parent != parent:
             raise StateError(Reason.NOT_COMMITTED, f"a stored chunk at {identity.start} does not continue the history")
-        self.chunks.append(self.directory.acquire(identity, on_file=True))
-        self.frontier = identity.stop
+        # Ids first, as in `commit`.
         self.token_ids.extend(identity.token_ids)
+        record = self.directory.record(identity, on_file=True)
+        # Signals are not served between these stores.
+        self.chunks, record.users, self.frontier = [*self.chunks, record], record.users + 1, identity.stop
         self.version += 1
 
     def tail_identity(self) -> ChunkIdentity | None:
@@ -147,21 +149,13 @@ class History:
         """
         self.settle()
         other = History(self.directory, self.context)
-        arena, backing = self.directory.arena, self.directory.arena.backing
-        if len(self.tail) * self.directory.layers > arena.free_slots:
+        if len(self.tail) * self.directory.layers > self.directory.arena.free_slots:
             return None
-        other.hold, other.named, other.token_ids = self.hold, self.named, list(self.token_ids)
-        for record in self.chunks:
-            self.directory.share(record)
-            other.chunks.append(record)
-        other.frontier = other.sealed
-        if not other.extend_tail(self.frontier - self.sealed):
-            raise StateError(Reason.NOT_COMMITTED, "free slots went away while a history was forked")
-        for mine, copy in zip(self.tail, other.tail, strict=False):
-            for source, target in zip(mine.grants, copy.grants, strict=True):
-                backing.writable(target.slot)[:] = backing.readable(source.slot)
-                backing.flush(target.slot)
-        other.frontier = self.frontier
+        try:
+            self._copy_to(other)
+        except BaseException:
+            other.close()
+            raise
         return other
 
     @property
@@ -175,6 +169,21 @@ class History:
         self.settle()
         self._cut(0, 0, 0)
 
+    def _copy_to(self, other: History) -> None:
+        backing = self.directory.arena.backing
+        other.hold, other.named, other.token_ids = self.hold, self.named, list(self.token_ids)
+        for record in self.chunks:
+            # Signals are not served between these stores.
+            other.chunks, record.users = [*other.chunks, record], record.users + 1
+        other.frontier = other.sealed
+        if not other.extend_tail(self.frontier - self.sealed):
+            raise StateError(Reason.NOT_COMMITTED, "free slots went away while a history was forked")
+        for mine, copy in zip(self.tail, other.tail, strict=False):
+            for source, target in zip(mine.grants, copy.grants, strict=True):
+                backing.writable(target.slot)[:] = backing.readable(source.slot)
+                backing.flush(target.slot)
+        other.frontier = self.frontier
+
     def _cut(self, position: int, chunks: int, tail: int) -> None:
         gone = [*self._gone, *self.chunks[chunks:], *self.tail[tail:]]
         kept = self.chunks[:chunks], self.tail[:tail]
@@ -185,13 +194,17 @@ class History:
 
     def _sweep(self) -> None:
         """Give back what is no longer part of the history."""
-        while self._gone:
-            item = self._gone.pop()
+        arena, gone = self.directory.arena, self._gone
+        while gone:
+            item = gone[-1]
             if isinstance(item, TailChunk):
                 for grant in item.grants:
-                    self.directory.arena.release(grant)
+                    # An interrupt may have come in the middle of it.
+                    if arena.belongs(grant, item.owner):
+                        arena.release(grant)
+                gone.pop()
             else:
-                self.directory.drop(item)
+                self.directory.drop_last(gone)
 
     def _identity(self, start: int, stop: int) -> ChunkIdentity:
         parent = self.chunks[-1].digest if self.chunks else b""

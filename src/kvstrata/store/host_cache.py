@@ -72,6 +72,7 @@ class HostCache:
         self._policy = policy
         self._admission = admission
         self._clock = clock
+        self._moving: dict[Grant, int] = {}
         self._lock = threading.RLock()
 
     def demote(self, record: ChunkRecord, layer: int, *, required: bool = False) -> DemoteOutcome:
@@ -92,16 +93,16 @@ class HostCache:
         slot = self._reserve(record, layer, required=required)
         if slot is None:
             return DemoteOutcome.DECLINED
-        directory.advance(record, layer, ResidencyState.DEMOTE_RESERVED)
-        held = False
         try:
-            directory.arena.hold(grant, record.key(layer))
-            held = True
+            directory.advance(record, layer, ResidencyState.DEMOTE_RESERVED)
             directory.advance(record, layer, ResidencyState.COPY_OUT)
             source, target = directory.arena.backing.readable(grant.slot), self.arena.backing.writable(slot.slot)
             checksum = xxh3_128_digest(source)
             _copy([target], source)
             self.arena.backing.flush(slot.slot)
+            if not directory.arena.belongs(grant, record.key(layer)):
+                # Nothing kept the slot in place: what was read may be its next owner's.
+                return DemoteOutcome.FAILED
             if xxh3_128_digest(target) != checksum:
                 self._count(damaged=1)
                 return DemoteOutcome.FAILED
@@ -110,10 +111,7 @@ class HostCache:
             self._count(demoted=1, demoted_bytes=source.nbytes)
             return DemoteOutcome.COPIED
         finally:
-            if held:
-                directory.arena.let_go(grant)
-            if record.host.grants[layer] != slot:
-                self.arena.release(slot)
+            self._settle(record, layer, slot)
             if record.residency[layer] in (ResidencyState.DEMOTE_RESERVED, ResidencyState.COPY_OUT):
                 directory.advance(record, layer, ResidencyState.DEVICE_VISIBLE)
 
@@ -177,7 +175,19 @@ class HostCache:
             self._count(staged=1)
             return True
         finally:
-            if record.host.grants[layer] != slot:
+            self._settle(record, layer, slot)
+
+    def reclaim(self) -> int:
+        """After an interruption of this thread: free slots that nobody noted; returns how many. Does not block."""
+        with self._lock:
+            here = threading.get_ident()
+            self._moving = {slot: thread for slot, thread in self._moving.items() if thread != here}
+            known = {grant for record in self.directory for grant in record.host.grants if grant is not None}
+            return self.arena.reclaim(known | self._moving.keys())
+
+    def _settle(self, record: ChunkRecord, layer: int, slot: Grant) -> None:
+        with self._lock:
+            if self._moving.pop(slot, None) is not None and record.host.grants[layer] != slot:
                 self.arena.release(slot)
 
     def _publish(self, record: ChunkRecord, layer: int, slot: Grant, checksum: bytes) -> None:
@@ -202,6 +212,7 @@ class HostCache:
                     return None
                 self._displace(victims[0])
                 slot = self.arena.reserve(record.key(layer))
+            self._moving[slot] = threading.get_ident()
             return slot
 
     def _admits(self, newcomer: SegmentKey, victim: SegmentKey) -> bool:

@@ -83,6 +83,8 @@ class _Slots(SlotDestination):
 
     def _publish_item(self, index: int) -> None:
         item = self.items[index]
+        if item.record.grants[item.layer] == item.grant:
+            return  # done before an interrupt
         self._directory.publish(item.record, item.layer, item.grant)
 
     def disown(self) -> None:

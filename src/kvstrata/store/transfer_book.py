@@ -46,8 +46,9 @@ class TransferBook:
     def end(self, waiter: Waiter, outcome: TransferOutcome, error: StoreError | None = None) -> None:
         """Give the waiter its result; what it holds is given back at once, or when the copier has acknowledged."""
         state = _ENDS.get(outcome, WaiterState.FAILED)
-        waiter.result = TransferResult(outcome, waiter.receipt(), error)
-        waiter.state = WAITER.require(waiter.state, state)
+        result, state = TransferResult(outcome, waiter.receipt(), error), WAITER.require(waiter.state, state)
+        # Signals are not served between these stores: a result without its state would hold its credits for ever.
+        waiter.result, waiter.state = result, state
         self.counts[state] += 1
         transfer = waiter.transfer
         assert transfer is not None

@@ -40,6 +40,8 @@ class Landing:
             self._book.close(transfer)
             if transfer.state is TransferState.COPYING:
                 transfer.move(TransferState.COPIED)
+            elif transfer.state is TransferState.FAILED and outcome is TransferOutcome.READY:
+                outcome = TransferOutcome.FAILED  # its fan-out was interrupted
             waiting = [waiter for waiter in transfer.waiters if waiter.state is WaiterState.WAITING]
         found, outcome = outcome, TransferOutcome.FAILED
         try:

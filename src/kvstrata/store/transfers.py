@@ -39,6 +39,8 @@ from kvstrata.store.transfer_state import Transfer, Waiter
 
 __all__ = ["Copier", "TransferQueue"]
 
+_CUT_SHORT = frozenset({TransferState.COPYING, TransferState.COPIED, TransferState.CANCELLED, TransferState.FAILED})
+
 
 class TransferQueue:
     """Transfers of one direction, e.g. `files -> device`. Thread-safe.
@@ -255,7 +257,7 @@ class TransferQueue:
             cut_short = [
                 transfer
                 for transfer in self.book.transfers.values()
-                if transfer.state in (TransferState.COPYING, TransferState.COPIED, TransferState.CANCELLED)
+                if transfer.state in _CUT_SHORT
                 and (transfer.event is not None or transfer.thread == here)
             ]
         for transfer in cut_short:

@@ -210,9 +210,9 @@ class MemoryArena:
                     self._advance(slot)
                     self._free.append(slot)
                 elif (
-                    state in (SlotState.RESERVED, SlotState.PUBLISHED)
+                    state is not SlotState.FREE
                     and not self._holders[slot]
-                    and Grant(slot, self._generation[slot]) not in known
+                    and (state is SlotState.RETIRED or Grant(slot, self._generation[slot]) not in known)
                 ):
                     self._free_slot(slot)
                 else:

@@ -315,6 +315,8 @@ class Memory:
         known = self._attached().reclaim(wanted)
         known.update(g for request in self._requests for row in request.rows for g in row.history.grants)
         self.directory.reclaim(known)
+        if self.host is not None:
+            self.host.reclaim()
 
     def publish(self, record: ChunkRecord) -> None:
         """Queue a sealed chunk for the file tier, unless it is cheaper to compute again."""

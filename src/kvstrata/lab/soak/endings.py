@@ -39,6 +39,7 @@ def take_back(world: World, kept: list[Flight]) -> str:
         known.update(grants)
     world.reserved.clear()
     world.directory.reclaim(known)
+    world.cache.reclaim()
     settle(world)
     world.awaited = [flight for flight in world.awaited if not flight.cancelled]
     return "done"

@@ -33,9 +33,8 @@ def interrupt(call: Callable[[], object], line: int) -> bool:
             return None
         if event == "line":
             # Python serves no signal between the end of a `with` body and the release of its lock, but traces a line
-            # there; nor between a call and the store of what it returned.
-            text = linecache.getline(name, frame.f_lineno).strip()
-            if not text.startswith("with ") and text != "held = True":
+            # there.
+            if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
                 passed += 1
                 if passed == line:
                     raise KeyboardInterrupt
@@ -128,6 +127,8 @@ def finish(world: World, _: Line) -> str:
     assert batch is not None
     try:
         came = _cut_short(world, batch.finish)
+        if came:
+            batch.finish()
     except (StoreError, StateError):
         came = False
     settle(world)
@@ -140,12 +141,14 @@ def complete(world: World, _: Line) -> str:
     if not due:
         return "idle"
     when, passage, event = world.rng.choice(due)
-    came = _cut_short(world, lambda: passage.queue.complete(event))
+    came = interrupt(lambda: passage.queue.complete(event), world.rng.randint(1, _LINES))
+    if came:
+        passage.queue.reclaim({flight.waiter for flight in world.flights})
     if passage.generation not in passage.queue.book.copying:
         world.due.remove((when, passage, event))
         passage.phase, passage.landed_at = "landed", world.clock.now
         passage.interrupted = came
-    settle(world)
+    take_back(world, list(world.flights))
     return "cut" if came else "done"
 
 

@@ -138,7 +138,8 @@ class Invariants:
         for flight in world.flights:
             if not flight.recycled:
                 for grant, owner in zip(flight.grants, flight.owners, strict=True):
-                    claim(grant, owner, SlotState.RESERVED)
+                    if grant not in claims:  # else published, and interrupted before that was noted
+                        claim(grant, owner, arena.state(grant.slot))
         for grants, owners in world.kept:
             for grant, name in zip(grants, owners, strict=True):
                 claim(grant, name, SlotState.PUBLISHED)
