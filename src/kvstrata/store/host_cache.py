@@ -54,7 +54,7 @@ class HostCache:
     """Segments in `directory.host`. Thread-safe; copies block.
 
     policy: which segments leave first. admission: whether a segment whose copy only saves time may displace another;
-    without it, it may. Errors: `StateError` when the directory has no host tier.
+    without it, it may. renew: makes a policy anew, for an interrupt that left one half changed. Errors: `StateError` when the directory has no host tier.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class HostCache:
         policy: EvictionPolicy[SegmentKey],
         admission: AdmissionFilter | None = None,
         clock: Clock = time.monotonic,
+        renew: Callable[[], EvictionPolicy[SegmentKey]] | None = None,
     ) -> None:
         if directory.host is None:
             raise StateError(Reason.NOT_COMMITTED, "the directory has no host tier", "pass it a host arena")
@@ -72,6 +73,7 @@ class HostCache:
         self._policy = policy
         self._admission = admission
         self._clock = clock
+        self._renew = renew
         self._moving: dict[Grant, int] = {}
         self._lock = threading.RLock()
 
@@ -182,8 +184,17 @@ class HostCache:
         with self._lock:
             here = threading.get_ident()
             self._moving = {slot: thread for slot, thread in self._moving.items() if thread != here}
-            known = {grant for record in self.directory for grant in record.host.grants if grant is not None}
-            return self.arena.reclaim(known | self._moving.keys())
+            there = {
+                (record.digest, layer): grant
+                for record in self.directory
+                for layer, grant in enumerate(record.host.grants)
+                if grant is not None
+            }
+            if self._renew is not None:
+                self._policy = self._renew()
+                for key in there:
+                    self._policy.admit(key, self.arena.slot_bytes, self._clock())
+            return self.arena.reclaim({*there.values(), *self._moving})
 
     def _settle(self, record: ChunkRecord, layer: int, slot: Grant) -> None:
         with self._lock:
@@ -272,7 +283,7 @@ def open_host_cache(directory: Directory, policy: str | PolicyConfig = "lru") ->
         return None
     counters = 1 << max(1, (directory.host.slots - 1).bit_length())
     config = AdmissionConfig(counters=counters, sample=10 * counters)
-    return HostCache(directory, make_policy(policy), AdmissionFilter(config))
+    return HostCache(directory, make_policy(policy), AdmissionFilter(config), renew=lambda: make_policy(policy))
 
 
 def _name(key: SegmentKey) -> bytes:

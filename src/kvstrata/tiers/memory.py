@@ -195,7 +195,8 @@ class MemoryArena:
                 self._free_slot(slot)
 
     def reclaim(self, known: Collection[Grant]) -> int:
-        """Free every slot that no grant in `known` stands for and nobody holds; returns how many.
+        """Take back every slot that no grant in `known` stands for; returns how many. Held ones are free once they are
+        let go.
 
         For after an interruption, which may come between the taking of a slot and the noting of it. `known` must name
         every grant that anybody still uses.
@@ -209,12 +210,13 @@ class MemoryArena:
                     self._owners[slot] = None
                     self._advance(slot)
                     self._free.append(slot)
-                elif (
-                    state is not SlotState.FREE
-                    and not self._holders[slot]
-                    and (state is SlotState.RETIRED or Grant(slot, self._generation[slot]) not in known)
-                ):
-                    self._free_slot(slot)
+                elif state is not SlotState.FREE and Grant(slot, self._generation[slot]) not in known:
+                    if not self._holders[slot]:
+                        self._free_slot(slot)
+                    elif state is not SlotState.RETIRED:
+                        self._move(slot, SlotState.RETIRED)
+                    else:
+                        continue
                 else:
                     continue
                 found += 1

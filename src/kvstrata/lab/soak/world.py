@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.cost.credits import Credits, PathRate
@@ -136,7 +137,8 @@ class World:
             device, LAYERS, host, generation=self.generation, survivors=setting.survivors
         )
         admission = AdmissionFilter(AdmissionConfig(counters=16, sample=160)) if setting.admission else None
-        self.cache = HostCache(self.directory, make_policy(setting.policy), admission, self.clock)
+        renew = partial(make_policy, setting.policy)
+        self.cache = HostCache(self.directory, renew(), admission, self.clock, renew)
         self.promoter = Promoter(
             self.directory, self.faulty, LAYOUT, 0, self.clock, _TIMEOUT_S, self.cache, setting.credits
         )
