@@ -32,7 +32,7 @@ def test_an_index_before_its_rows_is_refused(smol: SavedModel, tmp_path: Path, s
             rows.publish(record)
         proxy = lines.write_selector("proxy", **PROXY)
         early = lines.write_index("index", proxy, entries=((0, CHUNKS * CHUNK),))
-        found = [_refused(lines, early)]
+        found = [_refused(lines, lines.write_index("index", proxy))]
         lines.publish_selector(proxy)
         found.append(_refused(lines, early))
         assert found == [Reason.SNAPSHOT_NOT_PUBLISHED, Reason.COVERAGE_BEYOND_FRONTIER]

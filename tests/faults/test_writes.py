@@ -32,8 +32,9 @@ def undisturbed(smol: SavedModel, folder: Path, setup: Setup, ids: torch.Tensor,
         return logits(generate(smol.model, ids, new, scene.memory.generate_kwargs()))
 
 
-@SETUPS
-@pytest.mark.parametrize("operation", ["allocate", pytest.param("pwritev", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@BOTH
+@pytest.mark.parametrize("operation", ["allocate", "pwritev"])
 def test_a_full_disk_is_a_refusal_and_serving_goes_on(
     smol: SavedModel, tmp_path: Path, setup: Setup, operation: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -125,6 +126,15 @@ class Scene:
 
         handle = self.smol.model.model.layers[layer].register_forward_pre_hook(before)
         return handle
+
+    def until(self, there: Callable[[], bool]) -> None:
+        """Wait for what another thread does."""
+        pause = threading.Event()
+        for _ in range(6000):
+            if there():
+                return
+            pause.wait(0.005)
+        raise AssertionError("it has not happened within half a minute")
 
     def settle(self) -> None:
         """Wait until no reader is at work."""
