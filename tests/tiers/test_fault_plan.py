@@ -1,4 +1,4 @@
-"""The same seed injects the same faults, whatever else happens; explicit ones come first; the log says what was done."""
+"""The same seed injects the same faults, whatever else happens; the log says what was done."""
 
 from __future__ import annotations
 

@@ -85,6 +85,18 @@ def test_the_owner_is_checked(arena: MemoryArena) -> None:
         arena.publish(grant, "a")
 
 
+def test_the_first_stale_reservation_of_many(arena: MemoryArena) -> None:
+    owners = ["a", "b", "c"]
+    grants = [take(arena, owner) for owner in owners]
+    assert arena.first_stale(grants, owners) is None
+    arena.rename(grants[1], "b", "x")
+    assert arena.first_stale(grants, owners) == 1
+    arena.release(grants[0])
+    again = take(arena, "a")
+    assert again.slot == grants[0].slot
+    assert arena.first_stale(grants, owners) == 0
+
+
 def test_a_held_slot_is_retired_and_freed_by_its_last_holder(arena: MemoryArena) -> None:
     grant = take(arena, "a")
     arena.publish(grant, "a")
