@@ -46,11 +46,13 @@ class OpenChunks:
             self._readers[file] -= 1
             if not self._readers[file]:
                 del self._readers[file]
-                if file not in self._files.values():
+                if self._files.get(file.identity.digest) is not file:
                     file.close()
             excess = len(self._files) - self._limit
-            for name in [name for name, each in self._files.items() if each not in self._readers][: max(0, excess)]:
-                self._files.pop(name).close()
+            if excess > 0:
+                idle = [name for name, each in self._files.items() if each not in self._readers]
+                for name in idle[:excess]:
+                    self._files.pop(name).close()
 
     def forget(self, chunk: bytes) -> None:
         """Never hand this file out again: its bytes were revoked. Whoever reads it now closes it."""
