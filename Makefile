@@ -10,6 +10,9 @@ TORCH_INDEX ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 TEST_PROCESSES ?= 2
+SOAK_STEPS ?= 1000000
+SOAK_SEED ?= 0
+SOAK_ARGS ?=
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -87,6 +90,9 @@ test-transformers: ## Run the tests of engines and lab with Transformers 5.24, i
 
 crash: setup ## Kill writing processes with SIGKILL, 1000 times, and recover (CRASH_KILLS=..., CRASH_SEED=0)
 	$(BIN)/python -m pytest -m crash tests/crash $(TEST_ARGS)
+
+soak: $(VENV)/.package-ready ## Run the store's simulator against its reference (SOAK_STEPS=1000000, SOAK_SEED=0, SOAK_ARGS=--json)
+	$(BIN)/python -m kvstrata.lab.soak --steps $(SOAK_STEPS) --seed $(SOAK_SEED) --processes 2 $(SOAK_ARGS)
 
 lint: setup ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

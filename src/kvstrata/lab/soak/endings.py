@@ -107,4 +107,4 @@ def close(world: World) -> None:
     world.promoter.close()
 
 
-ACTIONS = {"reclaim": (reclaim, 0.5), "kill": (kill, 0.05)}
+ACTIONS = {"reclaim": (reclaim, 0.3), "kill": (kill, 0.06)}

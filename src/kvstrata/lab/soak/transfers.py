@@ -340,7 +340,7 @@ def expire(world: World) -> str:
 
 
 ACTIONS = {
-    "promote": (promote, 9),
+    "promote": (promote, 12),
     "begin_reserved": (begin_reserved, 2),
     "read": (read, 6),
     "start": (start, 14),
@@ -349,10 +349,10 @@ ACTIONS = {
     "foreign_completion": (foreign, 1),
     "poll": (poll, 9),
     "finish": (finish, 6),
-    "cancel": (cancel, 3),
-    "reset": (reset, 0.4),
-    "move_on": (move_on, 0.5),
-    "recycle": (recycle, 1.5),
+    "cancel": (cancel, 1.2),
+    "reset": (reset, 0.2),
+    "move_on": (move_on, 0.25),
+    "recycle": (recycle, 0.7),
     "free": (free, 4),
     "expire": (expire, 5),
 }

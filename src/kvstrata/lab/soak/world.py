@@ -75,7 +75,7 @@ class Setting:
         """A setting at random: small enough that everything runs short."""
         window = rng.randint(4, 24) * SEGMENT
         return cls(
-            device_slots=rng.randint(12, 32),
+            device_slots=rng.randint(12, 44),
             host_slots=rng.randint(3, 14),
             chunks=rng.randint(6, 40),
             survivors=2 if rng.random() < 0.15 else 1,
