@@ -54,7 +54,8 @@ class HostCache:
     """Segments in `directory.host`. Thread-safe; copies block.
 
     policy: which segments leave first. admission: whether a segment whose copy only saves time may displace another;
-    without it, it may. renew: makes a policy anew, for an interrupt that left one half changed. Errors: `StateError` when the directory has no host tier.
+    without it, it may. renew: makes a policy anew, for an interrupt that left one half changed.
+    Errors: `StateError` when the directory has no host tier.
     """
 
     def __init__(

@@ -257,8 +257,7 @@ class TransferQueue:
             cut_short = [
                 transfer
                 for transfer in self.book.transfers.values()
-                if transfer.state in _CUT_SHORT
-                and (transfer.event is not None or transfer.thread == here)
+                if transfer.state in _CUT_SHORT and (transfer.event is not None or transfer.thread == here)
             ]
         for transfer in cut_short:
             if transfer.event is None:

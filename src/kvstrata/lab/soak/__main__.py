@@ -1,4 +1,4 @@
-"""`python -m kvstrata.lab.soak`: exit code 0 when every invariant held, 1 when one was broken, 2 for a wrong argument."""
+"""`python -m kvstrata.lab.soak`: exit code 0 when every invariant held, 1 when one broke, 2 for a wrong argument."""
 
 from __future__ import annotations
 

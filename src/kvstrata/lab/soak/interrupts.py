@@ -31,13 +31,12 @@ def interrupt(call: Callable[[], object], line: int) -> bool:
         name = frame.f_code.co_filename
         if not any(part in name for part in _TRACED):
             return None
-        if event == "line":
-            # Python serves no signal between the end of a `with` body and the release of its lock, but traces a line
-            # there.
-            if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
-                passed += 1
-                if passed == line:
-                    raise KeyboardInterrupt
+        # Python serves no signal between the end of a `with` body and the release of its lock, but traces a line there.
+        locking = linecache.getline(name, frame.f_lineno).lstrip().startswith("with ")
+        if event == "line" and not locking:
+            passed += 1
+            if passed == line:
+                raise KeyboardInterrupt
         return trace
 
     sys.settrace(trace)
@@ -66,7 +65,9 @@ def commit(world: World, line: Line) -> str:
     tokens = put_rows(world, line, rows)
     came = _cut_short(world, lambda: history.commit(rows, tokens))
     history.settle()
-    require(history.frontier in (before, before + rows), "an interrupted commit moved the frontier to", history.frontier)
+    require(
+        history.frontier in (before, before + rows), "an interrupted commit moved the frontier to", history.frontier
+    )
     del line.tokens[history.frontier :], line.states[history.frontier :]
     note_sealed(world, line)
     return "cut" if came else "done"
@@ -154,7 +155,9 @@ def complete(world: World, _: Line) -> str:
 
 def move_copy(world: World, _: Line) -> str:
     """A segment is being copied down, or leaves."""
-    there = [(r, at) for r in world.directory for at in range(2) if r.residency[at] in ("device_visible", "lower_valid")]
+    there = [
+        (r, at) for r in world.directory for at in range(2) if r.residency[at] in ("device_visible", "lower_valid")
+    ]
     if not there:
         return "idle"
     record, layer = world.rng.choice(there)

@@ -38,7 +38,7 @@ class Invariants:
     def __init__(self, world: World) -> None:
         self.world = world
         self._copies: dict[tuple[ChunkRecord, int], frozenset[str]] = {}
-        self._epochs: dict[ChunkRecord, tuple[int, int, int, int, int]] = {}
+        self._epochs: dict[ChunkRecord, tuple[int, ...]] = {}
         self._claims: dict[Grant, Hashable] = {}
         self._generations: list[int] = []
         self._host_generations: list[int] = []
@@ -109,7 +109,9 @@ class Invariants:
                 require(sound or harmed, "wrong bytes are readable in the host tier, layer", layer)
             if FILES in valid:
                 require(
-                    world.tier.content(record.digest, layer) == wanted or harmed, "the durable copy is wrong, layer", layer
+                    world.tier.content(record.digest, layer) == wanted or harmed,
+                    "the durable copy is wrong, layer",
+                    layer,
                 )
         if record.authority:
             authority = next(replica for replica in record.replicas if replica.tier == record.authority)
@@ -167,7 +169,9 @@ class Invariants:
 
     def _account(self, arena: MemoryArena, claimed: set[int]) -> None:
         """Every slot is claimed, free, or kept by a reader after its owner gave it up."""
-        held = {grant.slot for each in self.world.held if not each.gone for where, grant, _ in each.slots if where is arena}
+        held = {
+            grant.slot for each in self.world.held if not each.gone for where, grant, _ in each.slots if where is arena
+        }
         if arena is self.world.directory.arena:
             held |= {grant.slot for _, grants in self.world.writing for grant in grants}
         retired = set()
@@ -199,7 +203,9 @@ class Invariants:
                 now[key] = found = copies(world, record, layer)
                 before = self._copies.get(key)
                 if not found and before:
-                    require((record.digest, layer) in world.harmed, "the last valid copy was given up, it was in", before)
+                    require(
+                        (record.digest, layer) in world.harmed, "the last valid copy was given up, it was in", before
+                    )
                     world.count("lost")
         self._copies = now
 

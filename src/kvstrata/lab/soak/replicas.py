@@ -209,7 +209,9 @@ def check(world: World) -> str:
 
 
 def _resident(world: World) -> tuple[ChunkRecord, int] | None:
-    there = [(record, layer) for record in world.directory for layer in range(LAYERS) if record.grants[layer] is not None]
+    there = [
+        (record, layer) for record in world.directory for layer in range(LAYERS) if record.grants[layer] is not None
+    ]
     settled = [(record, layer) for record, layer in there if record.residency[layer] in _SETTLED]
     return world.rng.choice(settled) if settled else None
 

@@ -39,7 +39,10 @@ def as_json(results: Sequence[SeedResult], seconds: float) -> dict[str, Any]:
 def as_table(results: Sequence[SeedResult], seconds: float) -> str:
     """The same for reading: a line for each action with its outcomes, then the faults, then the failures."""
     data, counts = as_json(results, seconds), _total(results)
-    lines = [f"{data['steps']} steps, seeds {data['seeds'][0]} to {data['seeds'][-1]}, {data['steps_per_s']} steps/s", ""]
+    lines = [
+        f"{data['steps']} steps, seeds {data['seeds'][0]} to {data['seeds'][-1]}, {data['steps_per_s']} steps/s",
+        "",
+    ]
     for group in [*ACTIONS, "fault", "transfer"]:
         found = {name.partition(".")[2]: n for name, n in counts.items() if name.partition(".")[0] == group}
         outcomes = ", ".join(f"{name} {n}" for name, n in sorted(found.items(), key=lambda item: -item[1]))

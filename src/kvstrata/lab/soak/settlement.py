@@ -84,7 +84,9 @@ def _arrived(world: World, flight: Flight) -> None:
         wanted = world.truths[source.chunk].segments[source.layer]
         if flight.items and flight.items[index].record.grants[source.layer] != grant:
             continue  # evicted or dropped since
-        require(bytes(arena.backing.readable(grant.slot)) == wanted, "a transfer brought other bytes, layer", source.layer)
+        require(
+            bytes(arena.backing.readable(grant.slot)) == wanted, "a transfer brought other bytes, layer", source.layer
+        )
     if not flight.items:
         world.kept.append((flight.grants, flight.owners))
 

@@ -37,7 +37,9 @@ _RECENT = 12
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A broken invariant. seed, step: what reproduces it. recent: the latest actions, the failing one last. where: innermost calls."""
+    """A broken invariant. seed, step: what reproduces it. recent: the latest actions, the failing one last. where: the
+    innermost calls.
+    """
 
     seed: int
     step: int
@@ -48,7 +50,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class SeedResult:
-    """What one seed did. steps: done. counts: outcomes of actions, and faults. trace: digest of all of them in order."""
+    """What one seed did. steps: done. counts: of outcomes and faults. trace: digest of all outcomes in order."""
 
     seed: int
     steps: int

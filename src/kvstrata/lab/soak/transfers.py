@@ -142,7 +142,9 @@ def start(world: World) -> str:
         waiting = [each for each in world.passages if each.queue is queue and each.phase == "queued" and each.wanted]
         require(not waiting, "a read is queued and was not found")
         return "idle"
-    passage = next((each for each in world.passages if each.generation == order.generation and each.queue is queue), None)
+    passage = next(
+        (each for each in world.passages if each.generation == order.generation and each.queue is queue), None
+    )
     if passage is None or passage.phase != "queued":
         require(False, "a read was started that nobody waits for, or twice:", order.generation)
         return "never"
@@ -247,7 +249,9 @@ def poll(world: World) -> str:
     settle(world)
     if ready:
         require(result is not None, "bytes have landed, and their request is told to wait on")
-        spoiled = flight.recycled or dropped(world, flight) or (not flight.items and flight.fresh != world.cache_generation)
+        spoiled = (
+            flight.recycled or dropped(world, flight) or (not flight.items and flight.fresh != world.cache_generation)
+        )
         require(result is None or result.ready != spoiled, "bytes have landed, and ended as", flight.outcome)
     return str(flight.outcome or "waiting")
 

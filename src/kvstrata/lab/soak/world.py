@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,7 +115,7 @@ class World:
         self.meanwhile: Callable[[], None] = lambda: None
         self.truths: dict[bytes, Truth] = {}
         self.harmed: set[SegmentKey] = set()
-        self.tier = MemoryTier(self.setting.chunks, lambda: self.meanwhile())
+        self.tier = MemoryTier(self.setting.chunks, self._between)
         plan = FaultPlan(seed, self.setting.rates, delay_s=0.05)
         self.injector = FaultInjector(plan, sleep=self.clock.advance, die=self._die)
         self.faulty = FaultyTier(self.tier, self.injector)
@@ -130,12 +130,10 @@ class World:
         setting = self.setting
         device = MemoryArena(SEGMENT, HostBacking(SEGMENT, setting.device_slots), wipe=setting.wipe)
         # A slot is zeroed under its arena's lock, where nobody comes between.
-        between = (lambda: None) if setting.wipe else (lambda: self.meanwhile())
+        between = (lambda: None) if setting.wipe else self._between
         memory = FaultyBacking(_YieldingBacking(setting.host_slots, between), self.injector)
         host = MemoryArena(SEGMENT, memory, wipe=setting.wipe)
-        self.directory = Directory(
-            device, LAYERS, host, generation=self.generation, survivors=setting.survivors
-        )
+        self.directory = Directory(device, LAYERS, host, generation=self.generation, survivors=setting.survivors)
         admission = AdmissionFilter(AdmissionConfig(counters=16, sample=160)) if setting.admission else None
         renew = partial(make_policy, setting.policy)
         self.cache = HostCache(self.directory, renew(), admission, self.clock, renew)
@@ -159,7 +157,7 @@ class World:
         self.awaited: list[Flight] = []
         self.passages: list[Passage] = []
         self.due: list[tuple[float, Passage, CopyEvent]] = []
-        self.kept: list[tuple[tuple[Grant, ...], tuple[tuple[str, int, int], ...]]] = []
+        self.kept: list[tuple[tuple[Grant, ...], tuple[Hashable, ...]]] = []
         self.held: list[Held] = []
         self.writing: list[tuple[ChunkRecord, list[Grant]]] = []
         self.stale: deque[StaleGrant] = deque(maxlen=64)
@@ -191,6 +189,9 @@ class World:
         record = self.directory.find(digest)
         if record is not None and record.file is FileReplicaState.PUBLISHED:
             self.directory.mark(record, FileReplicaState.REVOKED)
+
+    def _between(self) -> None:
+        self.meanwhile()
 
     def _die(self) -> None:
         self.dead = True
