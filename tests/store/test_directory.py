@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.contract.states import FileReplicaState, ResidencyState, SlotState
 from kvstrata.errors import ConfigurationError, Reason, StateError, StoreError
+from kvstrata.lab.soak.interrupts import interrupt
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.tiers.memory import Grant, HostBacking, MemoryArena
 
@@ -364,3 +365,67 @@ def test_a_segment_whose_reader_is_late_may_be_promoted_anew_into_another_slot()
     assert record.residency[1] is ResidencyState.PROMOTE_RESERVED, "the late one speaks for itself alone"
     directory.publish(record, 1, again)
     assert record.grants[1] == again
+
+
+def test_a_promotion_goes_on_when_its_segment_came_another_way_meanwhile() -> None:
+    directory = make_directory()
+    record = make_published(directory)
+    directory.evict(record, 0)
+    coming = directory.reserve(record, 0)
+    tail = directory.arena.reserve("tail")
+    assert coming is not None
+    assert tail is not None
+    directory.arena.publish(tail, "tail")
+    directory.adopt(record, 0, tail, "tail")
+    directory.evict(record, 0)
+    assert record.residency[0] is ResidencyState.PROMOTE_RESERVED
+    directory.publish(record, 0, coming)
+    assert (record.grants[0], record.moving[0]) == (coming, None)
+
+
+def test_the_end_of_an_older_promotion_does_not_end_a_later_one() -> None:
+    directory = make_directory()
+    record = make_published(directory)
+    directory.evict(record, 0)
+    older = directory.reserve(record, 0)
+    assert older is not None
+    directory.abandon(record, 0, older)
+    later = directory.reserve(record, 0)
+    assert later is not None
+    with pytest.raises(StateError, match="released before"):
+        directory.abandon(record, 0, older)
+    assert record.residency[0] is ResidencyState.PROMOTE_RESERVED
+    directory.publish(record, 0, later)
+    assert record.resident == LAYERS
+
+
+@pytest.mark.parametrize("line", range(1, 60))
+def test_an_interrupt_fences_no_valid_copy(line: int) -> None:
+    """Whatever line an interrupt comes before while the authority moves, the bytes that are there stay readable."""
+    directory = make_directory()
+    host_of(directory)
+    record = make_history(directory, 1).chunks[0]
+    for layer in range(LAYERS):
+        fill_host(directory, record, layer)
+    directory.mark(record, FileReplicaState.WRITING)
+    directory.mark(record, FileReplicaState.PUBLISHED)
+    interrupt(lambda: directory.mark(record, FileReplicaState.REVOKED), line)
+    directory.reclaim({grant for grant in record.grants if grant is not None})
+    for layer in range(LAYERS):
+        assert record.valid(record.device, layer)
+        assert record.valid(record.host, layer)
+
+
+@pytest.mark.parametrize("line", range(1, 60))
+def test_an_interrupted_publication_can_be_repeated(line: int) -> None:
+    directory = make_directory()
+    record = make_published(directory)
+    for layer in range(LAYERS):
+        directory.evict(record, layer)
+    grant = directory.reserve(record, 1)
+    assert grant is not None
+    interrupt(lambda: directory.publish(record, 1, grant), line)
+    if record.grants[1] is None:
+        directory.publish(record, 1, grant)
+    assert record.valid(record.device, 1)
+    assert record.residency[1] is ResidencyState.DEVICE_VISIBLE

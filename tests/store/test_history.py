@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.errors import Reason, StateError
+from kvstrata.lab.soak.interrupts import interrupt
 from kvstrata.sessions.snapshots import chunk_identities
 from kvstrata.store.history import History
 
@@ -276,3 +277,32 @@ def test_a_fork_without_memory_is_none_and_takes_nothing() -> None:
     assert history.fork() is None
     assert directory.arena.used_slots == LAYERS
     assert history.frontier == 3
+
+
+@pytest.mark.parametrize("line", range(1, 120, 5))
+@pytest.mark.parametrize("action", ["close", "rewind", "fork", "restore"])
+def test_an_interrupt_leaves_no_chunk_in_use_that_nobody_has(action: str, line: int) -> None:
+    directory = make_directory(slots=30)
+    history = make_history(directory, 2)
+    extend(history, make_ids(10))
+    other = History(directory, make_context())
+    identity = history.chunks[0].identity
+    calls: dict[str, Callable[[], object]] = {
+        "close": history.close,
+        "rewind": lambda: history.rewind(0),
+        "fork": history.fork,
+        "restore": lambda: other.append_stored(identity),
+    }
+    if action == "fork":
+        forks: list[History | None] = []
+        interrupt(lambda: forks.append(history.fork()), line)
+        for each in forks:
+            assert each is not None
+            each.close()
+    else:
+        interrupt(calls[action], line)
+    for each in (history, other):
+        each.close()
+        assert each.chunks == []
+    directory.reclaim(set())
+    assert (len(directory), directory.arena.used_slots) == (0, 0)

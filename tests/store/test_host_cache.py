@@ -14,6 +14,7 @@ from xxhash import xxh3_128_digest
 
 from kvstrata.contract.states import FileReplicaState, ResidencyState
 from kvstrata.errors import StateError
+from kvstrata.lab.soak.interrupts import interrupt
 from kvstrata.store.admission import AdmissionConfig, AdmissionFilter
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.eviction import Lru
@@ -154,14 +155,14 @@ def test_the_last_user_takes_the_host_slots_along() -> None:
     assert load(cache, again, 2) == rows(0, 2)
 
 
-@pytest.mark.parametrize("point", ["hold", "readable", "publish_host"])
+@pytest.mark.parametrize("point", ["belongs", "readable", "publish_host"])
 def test_an_interrupt_during_a_demotion_leaves_the_device_copy_and_no_slot(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = make_cache(LAYERS)
     record = make_history(cache.directory, 1).chunks[0]
     owner = {
-        "hold": cache.directory.arena,
+        "belongs": cache.directory.arena,
         "readable": cache.directory.arena.backing,
         "publish_host": cache.directory,
     }[point]
@@ -222,3 +223,56 @@ def test_any_order_of_moves_keeps_every_row(seed: int, slots: int) -> None:
         assert cache.arena.used_slots == held <= slots
     history.close()
     assert (directory.arena.used_slots, cache.arena.used_slots) == (0, 0)
+
+
+def test_a_chunk_larger_than_the_tier_is_not_called_demoted() -> None:
+    """Every segment may go while the device has it too, so the last ones displace the first."""
+    cache = make_cache(LAYERS - 1)
+    record = make_history(cache.directory, 1).chunks[0]
+    assert not cache.demote_whole(record)
+    assert record.resident == LAYERS
+
+
+def test_a_copy_of_an_older_epoch_makes_room_for_a_valid_one() -> None:
+    cache = make_cache(LAYERS)
+    record = make_history(cache.directory, 1).chunks[0]
+    assert cache.demote_whole(record)
+    before = record.host.generation
+    record.host.epoch -= 1
+    assert load(cache, record, 0) is None
+    assert cache.demote_whole(record)
+    assert record.host.generation > before
+    assert [load(cache, record, layer) for layer in range(LAYERS)] == [rows(0, layer) for layer in range(LAYERS)]
+
+
+def test_a_slot_that_changes_hands_under_a_demotion_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(LAYERS)
+    history = make_history(cache.directory, 1)
+    record = history.chunks[0]
+    backing = cache.arena.backing
+    monkeypatch.setattr(backing, "flush", lambda slot: history.close() if history.chunks else None)
+    assert cache.demote(record, 0) is DemoteOutcome.FAILED
+    assert (cache.arena.used_slots, cache.directory.arena.used_slots) == (0, 0)
+
+
+@pytest.mark.parametrize("line", range(1, 120, 3))
+@pytest.mark.parametrize("action", ["demote", "evict"])
+def test_an_interrupt_loses_no_slot_of_either_tier(action: str, line: int) -> None:
+    directory = make_directory()
+    directory.host = host_arena(SEGMENT, LAYERS - 1)
+    cache = open_host_cache(directory, "expected_value")
+    assert cache is not None
+    record = make_history(directory, 1).chunks[0]
+    publish(directory, record)
+    cache.demote(record, 0)
+    cache.demote(record, 1)
+    call = {"demote": lambda: cache.demote(record, 2, required=True), "evict": lambda: directory.evict_host(record, 0)}
+    interrupt(call[action], line)
+    directory.reclaim({grant for grant in record.grants if grant is not None})
+    cache.reclaim()
+    assert cache.arena.used_slots == sum(grant is not None for grant in record.host.grants)
+    assert all(directory.valid_copies(record, layer) >= 2 for layer in range(LAYERS))
+    for layer in range(LAYERS):
+        assert cache.demote(record, layer, required=True) in (DemoteOutcome.COPIED, DemoteOutcome.PRESENT)
+    directory.drop(record)
+    assert (cache.arena.used_slots, directory.arena.used_slots) == (0, 0)

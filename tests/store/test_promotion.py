@@ -17,8 +17,13 @@ from directory_parts import make_directory
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import DamagedError, Reason, StateError, StoreError
 from kvstrata.store.directory import ChunkRecord, Directory
+from kvstrata.store.host_cache import host_arena, open_host_cache
 from kvstrata.store.promotion import OpenChunks, Promoter
+from kvstrata.tiers.fault_plan import FaultInjector, FaultPlan
+from kvstrata.tiers.faulty import FaultyTier
 from kvstrata.tiers.files import ChunkFile, FileTier, OsFiles
+from kvstrata.tiers.interface import ChunkTier
+from kvstrata.tiers.throttled import Link, ThrottledTier
 
 CHUNKS = make_history(make_context(), list(range(1, 3 * LAYOUT.chunk_tokens + 1)))
 
@@ -64,6 +69,10 @@ def promoter(request: pytest.FixtureRequest, directory: Directory, tier: FileTie
     yield promoter
     files.gate.set()
     promoter.close()
+
+
+def throttled(tier: ChunkTier) -> ThrottledTier:
+    return ThrottledTier(tier, Link(1e9, 0.0, clock=lambda: 0.0, sleep=lambda seconds: None))
 
 
 def records(directory: Directory) -> list[ChunkRecord]:
@@ -322,4 +331,36 @@ def test_a_segment_is_read_anew_beside_a_reader_that_hangs(directory: Directory,
         assert promoter.queue.changed.wait_for(lambda: not promoter.queue.book.copying, 60)
     assert bytes(directory.arena.backing.readable(again[0].grant.slot)) == CHUNKS[0].payload(1)
     assert (directory.arena.used_slots, promoter.pool.outstanding) == (1, ())
+    promoter.close()
+
+
+def test_without_readers_whoever_waits_reads(directory: Directory, tier: FileTier) -> None:
+    threads = threading.active_count()
+    promoter = Promoter(directory, tier, LAYOUT, readers=0)
+    items = [(record, 0) for record in records(directory)]
+    promotions = promoter.reserve(items)
+    assert promotions is not None
+    batch = promoter.start(promotions)
+    assert (promoter.queue.pending, threading.active_count()) == (1, threads)
+    batch.finish()
+    for index, (record, layer) in enumerate(items):
+        grant = record.grants[layer]
+        assert grant is not None
+        assert bytes(directory.arena.backing.readable(grant.slot)) == CHUNKS[index].payload(layer)
+    promoter.close()
+
+
+@pytest.mark.parametrize("wrap", [lambda tier: FaultyTier(tier, FaultInjector(FaultPlan())), throttled])
+def test_a_wrapped_tier_fills_the_host_tier_as_well(tier: FileTier, wrap: Any) -> None:
+    """What is kept there on its way up is held to the file's checksum, which the wrapper's reader tells."""
+    directory = make_directory(slots=7)
+    directory.host = host_arena(LAYOUT.segment_bytes, 3)
+    promoter = Promoter(directory, wrap(tier), LAYOUT, readers=0, host=open_host_cache(directory))
+    record = records(directory)[0]
+    promotions = promoter.reserve([(record, 1)])
+    assert promotions is not None
+    promoter.start(promotions).finish()
+    grant = record.host.grants[1]
+    assert grant is not None
+    assert bytes(directory.host.backing.readable(grant.slot)) == CHUNKS[0].payload(1)
     promoter.close()

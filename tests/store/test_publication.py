@@ -230,3 +230,16 @@ def test_stopping_finishes_what_is_queued(directory: Directory, tmp_path: Path) 
     publisher.stop()
     publisher.stop()
     assert {record.file for record in history.chunks} == {FileReplicaState.PUBLISHED}
+
+
+def test_without_a_thread_the_owner_writes_one_chunk_at_a_time(directory: Directory, tmp_path: Path) -> None:
+    publisher = Publisher(directory, FileTier(tmp_path), LAYOUT)
+    first, second = make_history(directory, 2).chunks
+    assert not publisher.run_one()
+    for record in (first, second):
+        publisher.submit(record)
+    assert publisher.run_one()
+    assert (first.file, second.file) == (FileReplicaState.PUBLISHED, FileReplicaState.WRITING)
+    assert publisher.run_one()
+    assert not publisher.run_one()
+    assert (second.file, publisher.pending) == (FileReplicaState.PUBLISHED, 0)

@@ -12,6 +12,7 @@ from kvstrata.contract.identity import Namespace
 from kvstrata.contract.states import SlotState, TransferState, WaiterState
 from kvstrata.cost.credits import Credit, Credits, PathRate
 from kvstrata.errors import ConfigurationError, Reason, StateError
+from kvstrata.lab.soak.interrupts import interrupt
 from kvstrata.store.transfer_records import Acknowledgement, Refusal, SegmentSource, TransferOutcome
 from kvstrata.tiers.memory import Grant
 
@@ -438,3 +439,28 @@ def test_a_waiter_whom_nobody_serves(bench: Bench) -> None:
     bench.start()
     with pytest.raises(StateError, match="nobody copies"):
         waiter.finish()
+
+
+@pytest.mark.parametrize("line", range(1, 100, 3))
+@pytest.mark.parametrize("action", ["complete", "poll", "cancel"])
+def test_an_interrupt_leaves_no_waiter_without_an_end(bench: Bench, action: str, line: int) -> None:
+    first, second = bench.place(["a"]), bench.place(["b"])
+    waiters = [bench.submit(1, place, unit=make_unit(1)) for place in (first, second)]
+    order = bench.start()
+    bench.copier.fill(order)
+    if action != "complete":
+        bench.queue.complete(done(order))
+    calls = {
+        "complete": lambda: bench.queue.complete(done(order)),
+        "poll": waiters[0].poll,
+        "cancel": waiters[0].cancel,
+    }
+    interrupt(calls[action], line)
+    bench.queue.reclaim(set(waiters))
+    bench.queue.complete(done(order))
+    ends = [waiter.poll() for waiter in waiters]
+    assert None not in ends
+    ready = [place for place, end in zip((first, second), ends, strict=True) if end is not None and end.ready]
+    assert all(holds(place, make_unit(1)) for place in ready)
+    bench.arena.reclaim({grant for place in ready for grant in place.grants})
+    assert bench.balanced(published=len(ready))

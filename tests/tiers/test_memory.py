@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.contract.states import SlotState
 from kvstrata.errors import ConfigurationError, Reason, StateError
+from kvstrata.lab.soak.interrupts import interrupt
 from kvstrata.tiers.memory import Grant, HostBacking, MemoryArena
 
 SIZE = 5000
@@ -220,3 +222,28 @@ def test_many_threads_never_share_a_slot() -> None:
         thread.join()
     assert clashes == []
     assert arena.free_slots == 3
+
+
+def test_reclaiming_retires_what_somebody_still_holds() -> None:
+    arena = MemoryArena(SIZE, HostBacking(SIZE, 3))
+    held, known = take(arena, "lost"), take(arena, "known")
+    arena.publish(held, "lost")
+    arena.hold(held, "lost")
+    assert arena.reclaim({known}) == 1
+    assert (arena.state(held.slot), arena.used_slots) == (SlotState.RETIRED, 2)
+    arena.let_go(held)
+    assert (arena.state(held.slot), arena.used_slots) == (SlotState.FREE, 1)
+
+
+@pytest.mark.parametrize("line", range(1, 12))
+def test_an_interrupted_last_holder_leaves_no_retired_slot(line: int) -> None:
+    arena = MemoryArena(SIZE, HostBacking(SIZE, 3))
+    grant = take(arena, "owner")
+    arena.hold(grant, "owner")
+    arena.release(grant)
+    interrupt(lambda: arena.let_go(grant), line)
+    if arena.state(grant.slot) is SlotState.RETIRED:
+        with contextlib.suppress(StateError):
+            arena.let_go(grant)
+    arena.reclaim(set())
+    assert (arena.used_slots, arena.free_slots) == (0, 3)
