@@ -32,10 +32,9 @@ def test_full_staging_is_a_refusal_and_never_a_spin(
         Setup(setup.name, setup.host, setup.slots + CHUNKS),
         once("read", 0, Fault.HANG),
         readers=1,
-        read_timeout_s=0.3,
         parts=MemoryParts(credits=pool),
     ) as scene:
-        with pytest.raises(StoreError) as refusal:
+        with scene.deadlines_pass(), pytest.raises(StoreError) as refusal:
             scene.run()
         assert refusal.value.reason is Reason.STORE_LATE
         assert len(scene.promoter.pool.outstanding) == 2, "the read's, and its destination's"

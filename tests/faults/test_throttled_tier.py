@@ -55,9 +55,9 @@ def test_a_link_that_stops_is_refused_at_the_deadline(smol: SavedModel, tmp_path
     expected, going = smol.expected(setup), threading.Event()
     going.set()
     link = Link(RATE, LATENCY, sleep=lambda _: going.wait(30) and None)  # type: ignore[func-returns-value]
-    with smol.scene(tmp_path / "store", setup, store={"wrap_tier": behind(link)}, read_timeout_s=0.3) as scene:
+    with smol.scene(tmp_path / "store", setup, store={"wrap_tier": behind(link)}) as scene:
         going.clear()
-        with pytest.raises(StoreError) as refusal:
+        with scene.deadlines_pass(lambda: True), pytest.raises(StoreError) as refusal:
             scene.run()
         assert refusal.value.reason is Reason.STORE_LATE
         assert "read_timeout_s" in refusal.value.next_step

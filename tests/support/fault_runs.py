@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -68,6 +69,16 @@ def once(operation: str, call: int, fault: Fault, **options: Any) -> FaultPlan:
     return FaultPlan(explicit=(Injection(operation, call, fault),), **options)
 
 
+class FastClock:
+    """Real seconds, and those that a test puts `ahead`."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.perf_counter() + self.ahead
+
+
 class Scene:
     """One attached memory over its own copy of the store, and the request that continues the saved conversation.
 
@@ -75,8 +86,9 @@ class Scene:
     left out.
     """
 
-    def __init__(self, smol: SavedModel, memory: Memory, injector: FaultInjector) -> None:
+    def __init__(self, smol: SavedModel, memory: Memory, injector: FaultInjector, clock: FastClock) -> None:
         self.smol = smol
+        self.clock = clock
         self.memory = memory
         self.store = memory.store
         self.injector = injector
@@ -136,11 +148,31 @@ class Scene:
             pause.wait(0.005)
         raise AssertionError("it has not happened within half a minute")
 
+    @contextmanager
+    def deadlines_pass(self, met: Callable[[], bool] | None = None) -> Iterator[None]:
+        """In the block every deadline is over soon after the fault was `met`, by the memory's clock and not by ours."""
+        over, queue = threading.Event(), self.promoter.queue
+
+        def fly() -> None:
+            while not over.wait(0.005):
+                if met() if met is not None else self.injector.log:
+                    self.clock.ahead += 10
+                    queue.expire()
+                    with queue.lock:
+                        queue.changed.notify_all()
+
+        thread = threading.Thread(target=fly)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def settle(self) -> None:
         """Wait until no reader is at work."""
-        queue = self.promoter.queue
-        with queue.lock:
-            assert queue.changed.wait_for(lambda: not queue.book.copying and not queue.runnable, 30)
+        book = self.promoter.queue.book
+        self.until(lambda: not book.copying and not book.queue)
 
     def account(self) -> None:
         """Close all requests: no slot, no credit, no transfer and no record may be left."""
@@ -212,7 +244,8 @@ class SavedModel:
         injector.enabled = False
         shutil.copytree(self.folder / "saved", folder)
         opening = dict(store or {})
-        parts = options.pop("parts", MemoryParts())
+        clock = FastClock()
+        parts = replace(options.pop("parts", MemoryParts()), clock=clock)
         if at == "tier":
             opening.setdefault("wrap_tier", lambda tier: FaultyTier(tier, injector))
         elif at == "files":
@@ -225,7 +258,7 @@ class SavedModel:
                 Store(folder, **opening) as opened,
                 kvstrata.attach(self.loaded, opened, **(setup.options(self.model) | options), parts=parts) as memory,
             ):
-                yield Scene(self, memory, injector)
+                yield Scene(self, memory, injector, clock)
         finally:
             injector.enabled = False
             injector.let_go()
