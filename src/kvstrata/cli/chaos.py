@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,7 +57,7 @@ def chaos(
     output = Output(json)
     with _place(store, in_place) as path, output.progress("steps") as report:
         found = run_chaos(path, steps=steps, seed=seed, rates=rates, explicit=explicit, progress=report)
-    data = {"path": str(store), "in_place": in_place, "ok": found.ok, **asdict(found)}
+    data = {"path": str(store), "in_place": in_place, "ok": found.ok, **found.to_json()}
     output.result(data, _text(found))
     return ExitCode.OK if found.ok else ExitCode.CHECK_FAILED
 

@@ -10,8 +10,9 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from xxhash import xxh3_128_digest
 
@@ -83,6 +84,12 @@ class ChaosReport:
     def ok(self) -> bool:
         """Whether nothing happened that must not."""
         return not self.failures
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        names = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain = {name: dict(value) if isinstance(value, Counter) else value for name, value in names.items()}
+        return plain | {"failures": [asdict(each) for each in self.failures]}
 
 
 def run_chaos(
@@ -253,9 +260,8 @@ class _Run:
 
     def _clean_up(self) -> None:
         names = {chunk.hex() for chunk in self._own}
-        for chunk in self._own:
-            with contextlib.suppress(OSError):
-                self._store.tier.path(chunk).unlink()
+        with contextlib.suppress(StoreError), Store(self._path, create=False) as sound:
+            sound.evict(self._own)
         for folder in ("damaged", "tmp"):
             for path in (self._path / folder).glob("*"):
                 if path.name.split(".")[0] in names:

@@ -111,7 +111,7 @@ class MemoryReader:
         self.layers = len(stored.segments)
         self.tokens = len(stored.identity.token_ids)
         self.segment_bytes = self.layout.segment_bytes
-        self.nbytes = self.layers * self.segment_bytes
+        self.nbytes = self.stored_bytes = self.layers * self.segment_bytes
 
     def read_into(self, layer: int, buffers: Sequence[memoryview]) -> int:
         """Errors: `DamagedError` with CHUNK_TRUNCATED or CHUNK_DAMAGED; the buffers hold what was there."""
