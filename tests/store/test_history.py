@@ -306,3 +306,24 @@ def test_an_interrupt_leaves_no_chunk_in_use_that_nobody_has(action: str, line: 
         assert each.chunks == []
     directory.reclaim(set())
     assert (len(directory), directory.arena.used_slots) == (0, 0)
+
+
+@pytest.mark.parametrize("action", ["commit", "restore"])
+def test_ids_of_an_interrupted_commit_do_not_shift_those_that_follow(
+    action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the ids and the frontier lies a moment in which Ctrl-C may come."""
+    directory = make_directory()
+    donor = make_history(directory, 1, seed=3)
+    history = History(directory, make_context())
+    if action == "restore":
+        monkeypatch.setattr(directory, "record", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            history.append_stored(donor.chunks[0].identity)
+        monkeypatch.undo()
+    else:
+        assert history.extend_tail(SIZE)
+        history.token_ids.extend(make_ids(5, seed=9))  # as a commit leaves them that got no further
+    ids = make_ids(SIZE, seed=1)
+    extend(history, ids)
+    assert list(history.chunks[0].identity.token_ids) == ids

@@ -93,8 +93,8 @@ class History:
         if token_ids is None:
             self.named = False
         if self.named and token_ids is not None:
-            self.token_ids.extend(token_ids)
-        # Ids first: an interruption between the two leaves rows uncommitted, and the surplus ids are cut by `settle`.
+            # Ids first: an interruption between the two leaves rows uncommitted, and ids that the next ones replace.
+            self.token_ids[self.frontier :] = token_ids
         self.frontier += rows
         return self.settle()
 
@@ -115,7 +115,7 @@ class History:
         if self.tail or self.frontier != identity.start or identity.parent != parent:
             raise StateError(Reason.NOT_COMMITTED, f"a stored chunk at {identity.start} does not continue the history")
         # Ids first, as in `commit`.
-        self.token_ids.extend(identity.token_ids)
+        self.token_ids[self.frontier :] = identity.token_ids
         record = self.directory.record(identity, on_file=True)
         # Signals are not served between these stores.
         self.chunks, record.users, self.frontier = [*self.chunks, record], record.users + 1, identity.stop

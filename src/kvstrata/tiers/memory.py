@@ -149,7 +149,9 @@ class MemoryArena:
     def belongs(self, grant: Grant, owner: Hashable) -> bool:
         """Whether the reservation still stands and is `owner`'s."""
         with self._lock:
-            return self._generation[grant.slot] == grant.generation and self._owners[grant.slot] == owner
+            slot = grant.slot
+            stands = self._generation[slot] == grant.generation and self._states[slot] is not SlotState.FREE
+            return stands and self._owners[slot] == owner
 
     def owner(self, grant: Grant) -> Hashable | None:
         """Whose reservation it is, or `None` once it stands no longer."""

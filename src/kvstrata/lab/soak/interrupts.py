@@ -177,8 +177,12 @@ def interrupted(world: World) -> str:
     """One of the above, with Ctrl-C somewhere in it."""
     if not world.lines:
         return "idle"
-    part = world.rng.choice(_PARTS)
-    return f"{part.__name__}_{part(world, world.rng.choice(world.lines))}"
+    part, meanwhile = world.rng.choice(_PARTS), world.meanwhile
+    # Signals reach one thread alone; what others do goes on, here at another time.
+    world.meanwhile = lambda: None
+    outcome = part(world, world.rng.choice(world.lines))
+    world.meanwhile = meanwhile
+    return f"{part.__name__}_{outcome}"
 
 
 ACTIONS = {"interrupt": (interrupted, 2.5)}
