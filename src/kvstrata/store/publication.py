@@ -155,7 +155,7 @@ class Publisher:
         receipt = self.tier.write(record.identity, self.layout, segments)
         if self._in_use is not None and not record.leased:
             if self._in_use.hold([record.digest]):
-                raise StoreError(Reason.CHUNK_MISSING, "the chunk was removed as soon as it was written", "it is kept")
+                raise StoreError(Reason.CHUNK_MISSING, "the chunk was removed as soon as it was written", "save again")
             record.leased = True
         written = receipt.outcome is not WriteOutcome.ALREADY_PRESENT
         seconds = receipt.checksum_seconds + receipt.write_seconds + receipt.validate_seconds
