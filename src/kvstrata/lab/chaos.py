@@ -134,8 +134,8 @@ class _Run:
         finally:
             self._injector.enabled = False
             self._injector.revive()
-            self._clean_up()
             self._store.close()
+            self._clean_up()
         self._report.injected = Counter(str(each.fault) for each in self._injector.log)
         return self._report
 
@@ -262,6 +262,9 @@ class _Run:
         names = {chunk.hex() for chunk in self._own}
         with contextlib.suppress(StoreError), Store(self._path, create=False) as sound:
             sound.evict(self._own)
+            # What a removal that only seemed to happen has left, which no row names.
+            for chunk in self._own:
+                sound.file_tier.path(chunk).unlink(missing_ok=True)
         for folder in ("damaged", "tmp"):
             for path in (self._path / folder).glob("*"):
                 if path.name.split(".")[0] in names:

@@ -94,6 +94,7 @@ class SessionStore:
             raise storage_error(error, f"saving session {name!r} in {self.store.path}") from error
         finally:
             self.store.in_use.drop(chunks)
+            self.store.in_use.settle()
 
     def load(self, name: str, tenant: str = _DEFAULT_TENANT, sequence: int | None = None) -> Snapshot:
         """Read and verify the manifest of `name`, the latest unless `sequence` says otherwise. Its chunks are not read.

@@ -87,6 +87,13 @@ class Setting:
         )
 
 
+class _FaultyWrites(FaultyBacking):
+    """Faults in `flush` alone: damage to what lies in the host tier is an action, which notes whom it harms."""
+
+    def readable(self, slot: int) -> memoryview:
+        return self.backing.readable(slot)
+
+
 class _YieldingBacking(HostBacking):
     """Host memory whose copies are seen by others half done."""
 
@@ -131,7 +138,7 @@ class World:
         device = MemoryArena(SEGMENT, HostBacking(SEGMENT, setting.device_slots), wipe=setting.wipe)
         # A slot is zeroed under its arena's lock, where nobody comes between.
         between = (lambda: None) if setting.wipe else self._between
-        memory = FaultyBacking(_YieldingBacking(setting.host_slots, between), self.injector)
+        memory = _FaultyWrites(_YieldingBacking(setting.host_slots, between), self.injector)
         host = MemoryArena(SEGMENT, memory, wipe=setting.wipe)
         self.directory = Directory(device, LAYERS, host, generation=self.generation, survivors=setting.survivors)
         admission = AdmissionFilter(AdmissionConfig(counters=16, sample=160)) if setting.admission else None
