@@ -429,3 +429,15 @@ def test_an_interrupted_publication_can_be_repeated(line: int) -> None:
         directory.publish(record, 1, grant)
     assert record.valid(record.device, 1)
     assert record.residency[1] is ResidencyState.DEVICE_VISIBLE
+
+
+@pytest.mark.parametrize("line", range(1, 50))
+def test_an_interrupt_leaves_no_host_copy_without_its_checksum(line: int) -> None:
+    """Such a copy would count as damaged when it is read, and may be the last."""
+    directory = make_directory()
+    host = host_of(directory)
+    record = make_resident(directory)
+    grant = host.reserve(record.key(0))
+    assert grant is not None
+    interrupt(lambda: directory.publish_host(record, 0, grant, b"checksum"), line)
+    assert (record.host.grants[0], record.host.checksums[0]) in ((grant, b"checksum"), (None, None))

@@ -271,6 +271,8 @@ def test_an_interrupt_loses_no_slot_of_either_tier(action: str, line: int) -> No
     directory.reclaim({grant for grant in record.grants if grant is not None})
     cache.reclaim()
     assert cache.arena.used_slots == sum(grant is not None for grant in record.host.grants)
+    for layer, grant in enumerate(record.host.grants):
+        assert grant is None or load(cache, record, layer) == rows(0, layer), "a sound copy counts as damaged"
     assert all(directory.valid_copies(record, layer) >= 2 for layer in range(LAYERS))
     for layer in range(LAYERS):
         assert cache.demote(record, layer, required=True) in (DemoteOutcome.COPIED, DemoteOutcome.PRESENT)

@@ -218,8 +218,8 @@ class Directory:
                 raise StateError(Reason.NOT_COMMITTED, f"layer {layer} of the chunk has a host replica already")
             self.host.publish(grant, (record.digest, layer))
             self._revive(record, record.host)
-            record.host.grants[layer] = grant
-            record.host.checksums[layer] = checksum
+            # Signals are not served between these stores: without its checksum a sound copy would count as damaged.
+            record.host.checksums[layer], record.host.grants[layer] = checksum, grant
             if not record.authority:
                 self._appoint(record)
 

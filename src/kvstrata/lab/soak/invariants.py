@@ -11,7 +11,7 @@ from kvstrata.cost.credits import Credits
 from kvstrata.lab.soak.reference import StaleGrant, require
 from kvstrata.lab.soak.rows import LAYERS, SIZE, segment
 from kvstrata.lab.soak.settlement import settle
-from kvstrata.lab.soak.world import SEGMENT, World
+from kvstrata.lab.soak.world import SEGMENT, World, peek
 from kvstrata.store.directory import ChunkRecord
 from kvstrata.tiers.memory import Grant, MemoryArena
 
@@ -72,7 +72,7 @@ class Invariants:
             for chunk in history.tail:
                 rows = line.states[chunk.index * SIZE : (chunk.index + 1) * SIZE]
                 for layer, grant in enumerate(chunk.grants):
-                    found = bytes(world.directory.arena.backing.readable(grant.slot))
+                    found = peek(world.directory.arena, grant.slot)
                     wanted = segment(rows, layer)
                     if len(rows) == SIZE:
                         require(found == wanted, "a full open chunk has other rows, layer", layer)
@@ -82,7 +82,7 @@ class Invariants:
         arena = world.directory.arena
         for slot in range(arena.slots if arena.wipe else 0):
             if arena.state(slot) is SlotState.FREE:
-                require(not any(arena.backing.readable(slot)), "a free slot was not zeroed:", slot)
+                require(not any(peek(arena, slot)), "a free slot was not zeroed:", slot)
 
     def record(self, record: ChunkRecord) -> None:
         """Every copy of one chunk that counts as valid has the right bytes, and those that do not are not chosen."""
@@ -98,14 +98,14 @@ class Invariants:
             require(chosen is None or chosen.tier in valid, "a copy was chosen that is not valid:", chosen)
             device, host = record.grants[layer], record.host.grants[layer]
             if device is not None:
-                found = bytes(directory.arena.backing.readable(device.slot))
+                found = peek(directory.arena, device.slot)
                 require(found == wanted, "wrong bytes are readable on the device, layer", layer)
                 require(record.residency[layer] not in (ResidencyState.DEVICE_RELEASED,), "a copy counts as gone")
             else:
                 require(record.residency[layer] not in _READABLE, "a segment counts as there without a slot")
             harmed = (record.digest, layer) in world.harmed
             if host is not None and HOST in valid:
-                sound = bytes(world.host.backing.readable(host.slot)) == wanted
+                sound = peek(world.host, host.slot) == wanted
                 require(sound or harmed, "wrong bytes are readable in the host tier, layer", layer)
             if FILES in valid:
                 require(
@@ -262,7 +262,7 @@ class Invariants:
                 continue
             if record is not None:
                 host = record.host.grants[layer]
-                damaged = host is not None and bytes(world.host.backing.readable(host.slot)) != wanted
+                damaged = host is not None and peek(world.host, host.slot) != wanted
                 if damaged or not copies(world, record, layer):
                     continue
             world.harmed.discard((digest, layer))

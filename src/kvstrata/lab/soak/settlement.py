@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvstrata.errors import Reason
 from kvstrata.lab.soak.reference import Flight, require
-from kvstrata.lab.soak.world import World
+from kvstrata.lab.soak.world import World, peek
 from kvstrata.store.transfer_records import TransferOutcome
 
 __all__ = ["dropped", "settle"]
@@ -84,9 +84,7 @@ def _arrived(world: World, flight: Flight) -> None:
         wanted = world.truths[source.chunk].segments[source.layer]
         if flight.items and flight.items[index].record.grants[source.layer] != grant:
             continue  # evicted or dropped since
-        require(
-            bytes(arena.backing.readable(grant.slot)) == wanted, "a transfer brought other bytes, layer", source.layer
-        )
+        require(peek(arena, grant.slot) == wanted, "a transfer brought other bytes, layer", source.layer)
     if not flight.items:
         world.kept.append((flight.grants, flight.owners))
 

@@ -28,7 +28,7 @@ from kvstrata.tiers.fault_plan import Fault, FaultInjector, FaultPlan
 from kvstrata.tiers.faulty import FaultyBacking, FaultyTier
 from kvstrata.tiers.memory import Grant, HostBacking, MemoryArena
 
-__all__ = ["SEGMENT", "Setting", "SimulatedClock", "World"]
+__all__ = ["SEGMENT", "Setting", "SimulatedClock", "World", "peek"]
 
 SEGMENT = LAYOUT.segment_bytes
 _TIMEOUT_S = 4.0
@@ -87,13 +87,6 @@ class Setting:
         )
 
 
-class _FaultyWrites(FaultyBacking):
-    """Faults in `flush` alone: damage to what lies in the host tier is an action, which notes whom it harms."""
-
-    def readable(self, slot: int) -> memoryview:
-        return self.backing.readable(slot)
-
-
 class _YieldingBacking(HostBacking):
     """Host memory whose copies are seen by others half done."""
 
@@ -105,13 +98,34 @@ class _YieldingBacking(HostBacking):
         self._between()
 
 
+class _HostMemory(FaultyBacking):
+    """spoiled(slot): told when memory failed after it had been filled."""
+
+    def __init__(self, backing: HostBacking, injector: FaultInjector, spoiled: Callable[[int], None]) -> None:
+        super().__init__(backing, injector)
+        self._spoiled = spoiled
+
+    def readable(self, slot: int) -> memoryview:
+        before = len(self.injector.log)
+        view = super().readable(slot)
+        if any(each.fault is not Fault.DELAY for each in self.injector.log[before:]):
+            self._spoiled(slot)
+        return view
+
+
+def peek(arena: MemoryArena, slot: int) -> bytes:
+    """What is in a slot, without a fault of its own."""
+    backing = arena.backing
+    return bytes((backing.backing if isinstance(backing, FaultyBacking) else backing).readable(slot))
+
+
 class World:
     """See the modules of actions for what is done to it, and `invariants` for what must hold.
 
     truths: every chunk that was ever sealed. harmed: segments of which a copy was damaged or lost on purpose, so that
-    they may end without one. fenced: generations of host replicas that an authority elsewhere has overruled, by digest.
-    meanwhile(): what other threads do while one copies; set by the simulator. raced: whether they did, in this step.
-    dead: whether the process was killed.
+    they may end without one. spoiled: host slots whose memory failed. fenced: generations of host replicas that an
+    authority elsewhere has overruled. meanwhile(): what other threads do while one copies; set by the simulator. raced:
+    whether they did, in this step. dead: whether the process was killed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -138,7 +152,7 @@ class World:
         device = MemoryArena(SEGMENT, HostBacking(SEGMENT, setting.device_slots), wipe=setting.wipe)
         # A slot is zeroed under its arena's lock, where nobody comes between.
         between = (lambda: None) if setting.wipe else self._between
-        memory = _FaultyWrites(_YieldingBacking(setting.host_slots, between), self.injector)
+        memory = _HostMemory(_YieldingBacking(setting.host_slots, between), self.injector, self._spoil)
         host = MemoryArena(SEGMENT, memory, wipe=setting.wipe)
         self.directory = Directory(device, LAYERS, host, generation=self.generation, survivors=setting.survivors)
         admission = AdmissionFilter(AdmissionConfig(counters=16, sample=160)) if setting.admission else None
@@ -169,6 +183,7 @@ class World:
         self.writing: list[tuple[ChunkRecord, list[Grant]]] = []
         self.stale: deque[StaleGrant] = deque(maxlen=64)
         self.fenced: dict[ChunkRecord, int] = {}
+        self.spoiled: set[Grant] = set()
 
     @property
     def host(self) -> MemoryArena:
@@ -199,6 +214,14 @@ class World:
 
     def _between(self) -> None:
         self.meanwhile()
+
+    def _spoil(self, slot: int) -> None:
+        self.count("host_memory_failed")
+        for record in self.directory:
+            for layer, grant in enumerate(record.host.grants):
+                if grant is not None and grant.slot == slot:
+                    self.harm(record.digest, layer)
+                    self.spoiled.add(grant)
 
     def _die(self) -> None:
         self.dead = True
