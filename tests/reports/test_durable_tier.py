@@ -163,7 +163,8 @@ def test_an_aborted_write_leaves_nothing_reserved(tmp_path: Path, call: str) -> 
     with pytest.raises(StoreError):
         FileTier(tmp_path, files=files).write(*make_chunk().arguments)
     assert tree(tmp_path) == {}
-    assert files.calls.count("open") == files.calls.count("close")
+    # The first one looks for a file of that name, and there is none.
+    assert files.calls.count("open") == files.calls.count("close") + 1
 
 
 def test_a_removed_session_never_takes_what_a_reader_holds(tmp_path: Path) -> None:

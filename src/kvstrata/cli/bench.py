@@ -32,17 +32,22 @@ def bench(
     ] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="History length; default: the bench's.")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Interleaved rounds.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small and few, to see that `store` runs.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of what `store` makes up.")] = None,
     json: JsonOption = False,
 ) -> int:
     """Measure. Exit code 1 when a figure misses its goal; the figures are printed all the same."""
     output = Output(json)
     if name not in (*BENCHES, "all"):
         raise typer.BadParameter(f"{name!r} is none of {', '.join(BENCHES)}, all", param_hint="NAME")
+    _refuse_unused(name, {"--dtype": dtype, "--tokens": tokens}, {"--quick": quick, "--seed": seed})
     names = list(BENCHES) if name == "all" else [name]
     reports = []
     for each in names:
         output.note(f"bench {each} ...")
-        settings = _settings(each, model, dtype, tokens, rounds)
+        settings = (
+            _store_settings(quick, rounds, seed) if each == "store" else _settings(each, model, dtype, tokens, rounds)
+        )
         reports.append(run_bench(each, progress=lambda text: output.note(f"  {text}"), **settings))
     data: dict[str, Any] = (
         reports[0].to_json() if name != "all" else {"benches": [report.to_json() for report in reports]}
@@ -62,6 +67,19 @@ def _settings(
     if rounds and name != "memory":
         settings |= {"rounds": rounds}
     return settings
+
+
+def _store_settings(quick: bool, rounds: int | None, seed: int | None) -> dict[str, object]:
+    given = {"rounds": rounds, "seed": seed}
+    return {"quick": quick} | {name: value for name, value in given.items() if value is not None}
+
+
+def _refuse_unused(name: str, of_models: dict[str, object], of_store: dict[str, object]) -> None:
+    """An option that would change nothing is a mistake, but not with `all`, where some bench takes it."""
+    unused = {"all": {}, "store": of_models}.get(name, of_store)
+    for option, value in unused.items():
+        if value not in (None, False):
+            raise typer.BadParameter(f"the bench {name!r} has no such setting", param_hint=option)
 
 
 def _table(report: BenchReport) -> RenderableType:

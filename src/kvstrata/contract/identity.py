@@ -8,6 +8,7 @@ different tiers share this identity and differ in `ReplicaIdentity`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import struct
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,6 +100,11 @@ class ChunkContext:
         """32-byte digest, equal in every process and on every machine."""
         return digest("chunk-context/1", self)
 
+    @cached_property
+    def encoded(self) -> str:
+        """`to_json` as compact text with sorted keys, taken once: every chunk of a history carries it."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+
     def to_json(self) -> dict[str, Any]:
         """Plain values for headers and manifests; `from_json` restores an equal object."""
         return dataclasses.asdict(self)
@@ -107,6 +113,8 @@ class ChunkContext:
     def from_json(cls, data: dict[str, Any]) -> ChunkContext:
         """Inverse of `to_json`. Errors: KeyError, TypeError or ValueError for data of another shape."""
         model, position = data["model"], data["position"]
+        if not all(isinstance(value, str) for value in data["namespace"].values()):
+            raise TypeError("tenant and salt are texts")
         return cls(
             model=ModelIdentity(model["artefact"], tuple(model["adapters"]), model["weights_generation"]),
             abi=CacheAbi(**data["abi"]),
@@ -144,7 +152,7 @@ class ChunkIdentity:
             )
         if (self.start == 0) != (self.parent == b""):
             raise ConfigurationError(Reason.INVALID_ARGUMENT, "only the chunk at position 0 has no parent")
-        if not all(0 <= token <= _MAX_TOKEN_ID for token in self.token_ids):
+        if min(self.token_ids) < 0 or max(self.token_ids) > _MAX_TOKEN_ID:
             raise ConfigurationError(Reason.INVALID_ARGUMENT, "ChunkIdentity.token_ids must lie in [0, 2**32)")
 
     @cached_property

@@ -28,6 +28,8 @@ Connect = Callable[[str], sqlite3.Connection]
 
 _BUSY_S = 30.0
 _QUICK_CHECK_BYTES = 16 << 20
+_LOG_PAGES = 4000
+"""A write touches about twenty pages; SQLite's own limit of 1000 would have every fiftieth one wait for the disk."""
 _DAMAGED = frozenset(
     {
         sqlite3.SQLITE_CORRUPT,
@@ -263,6 +265,7 @@ class Database:
         if not self.read_only:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
 
 
 @contextlib.contextmanager

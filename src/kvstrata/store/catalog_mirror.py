@@ -22,7 +22,7 @@ __all__ = ["COUNTER_NAME", "Lookup", "Mirror", "MirrorEntry", "RemovalCounter"]
 
 COUNTER_NAME = "catalog.removals"
 _ENTRY_BYTES = 320
-"""Keys, tuples and the dictionary's share of one entry, token ids apart; `benchmarks/store_lookup.py` measures it."""
+"""Keys, tuples and the dictionary's share of one entry, token ids apart; `kvstrata bench store` measures it."""
 
 
 Mark = tuple[int, int]

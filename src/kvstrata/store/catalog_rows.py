@@ -98,8 +98,11 @@ def insert_row(database: sqlite3.Connection, header: Header, now: float) -> int:
     identity = header.identity
     context = identity.context
     known = (context.digest, namespace_digest(context.namespace), tenant_digest(context.namespace.tenant))
-    database.execute("INSERT OR IGNORE INTO contexts(digest, namespace, tenant) VALUES (?, ?, ?)", known)
-    (context_id,) = database.execute("SELECT id FROM contexts WHERE digest = ?", known[:1]).fetchone()
+    found = database.execute("SELECT id FROM contexts WHERE digest = ?", known[:1]).fetchone()
+    if found is None:
+        found = database.execute(
+            "INSERT INTO contexts(digest, namespace, tenant) VALUES (?, ?, ?) RETURNING id", known
+        ).fetchone()
     generation = next_generation(database)
     state = DURABLE_CHUNK.require(DurableChunkState.RESERVED, DurableChunkState.PUBLISHED)
     database.execute(
@@ -107,7 +110,7 @@ def insert_row(database: sqlite3.Connection, header: Header, now: float) -> int:
         " state, created, last_used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             identity.digest,
-            context_id,
+            found[0],
             identity.parent,
             identity.start,
             packed_tokens(identity.token_ids),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -70,13 +70,19 @@ class HostCache:
             raise StateError(Reason.NOT_COMMITTED, "the directory has no host tier", "pass it a host arena")
         self.directory = directory
         self.arena: MemoryArena = directory.host
-        self.totals = HostTotals()
+        self._counts = dict.fromkeys(HostTotals.__slots__, 0)
         self._policy = policy
         self._admission = admission
         self._clock = clock
         self._renew = renew
         self._moving: dict[Grant, int] = {}
         self._lock = threading.RLock()
+
+    @property
+    def totals(self) -> HostTotals:
+        """What was done so far."""
+        with self._lock:
+            return HostTotals(**self._counts)
 
     def demote(self, record: ChunkRecord, layer: int, *, required: bool = False) -> DemoteOutcome:
         """Copy one segment down from the device; the device's copy stays, valid, until the caller evicts it.
@@ -261,8 +267,8 @@ class HostCache:
 
     def _count(self, **amounts: int) -> None:
         with self._lock:
-            values = {name: getattr(self.totals, name) + amount for name, amount in amounts.items()}
-            self.totals = replace(self.totals, **values)
+            for name, amount in amounts.items():
+                self._counts[name] += amount
 
 
 def host_arena(

@@ -131,7 +131,7 @@ class _Copier(SegmentCopier):
             )
         file = self._files.check_out(name)
         try:
-            if file.layout != layout or file.layers != len(record.grants):
+            if (file.layout is not layout and file.layout != layout) or file.layers != len(record.grants):
                 raise DamagedError(
                     Reason.CHUNK_FOREIGN,
                     f"chunk {name.hex()[:16]} is stored in another layout: {file.layout}",

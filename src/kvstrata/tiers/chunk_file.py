@@ -18,7 +18,7 @@ from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.errors import ConfigurationError, DamagedError, Reason, StateError
 from kvstrata.ports import Clock
-from kvstrata.tiers.chunk_format import PREFIX_BYTES, Header, header_bytes_of, payload_key
+from kvstrata.tiers.chunk_format import ALIGNMENT, PREFIX_BYTES, Header, header_bytes_of, payload_key
 from kvstrata.tiers.filesystem import FileSystem, read_fully, storage_error
 
 __all__ = ["ChunkFile", "ReadReceipt"]
@@ -47,8 +47,18 @@ class ChunkFile:
         stored_bytes: size of the file.
     """
 
-    def __init__(self, files: FileSystem, path: Path, chunk: bytes, clock: Clock = time.perf_counter) -> None:
-        """Open `path` as the chunk named `chunk`; reads the header only. Errors: as `FileTier.open`."""
+    def __init__(
+        self,
+        files: FileSystem,
+        path: Path,
+        chunk: bytes,
+        clock: Clock = time.perf_counter,
+        written: Header | None = None,
+    ) -> None:
+        """Open `path` as the chunk named `chunk`; reads the header only. Errors: as `FileTier.open`.
+
+        written: the header that the file must carry, byte for byte: for whoever has just written it.
+        """
         self._files = files
         self._clock = clock
         self._name = chunk.hex()
@@ -67,7 +77,7 @@ class ChunkFile:
         except OSError as error:
             raise storage_error(error, f"opening {path}") from error
         try:
-            self.header = self._read_header(chunk)
+            self.header = self._read_header(chunk, written)
         except BaseException:
             files.close(self._fd)
             raise
@@ -170,17 +180,22 @@ class ChunkFile:
         if last:
             self._files.close(self._fd)
 
-    def _read_header(self, chunk: bytes) -> Header:
+    def _read_header(self, chunk: bytes, written: Header | None) -> Header:
         try:
             size = self._files.size(self._fd)
         except OSError as error:
             raise storage_error(error, f"reading the size of chunk {self._name}") from error
-        prefix = self._read(PREFIX_BYTES, 0)
-        header_bytes = header_bytes_of(prefix, size, chunk)
-        raw = prefix + self._read(header_bytes - PREFIX_BYTES, PREFIX_BYTES)
+        first = min(size, ALIGNMENT)
+        raw = self._read(first, 0)
+        header_bytes = header_bytes_of(raw[:PREFIX_BYTES] if len(raw) == first else b"", size, chunk)
+        if first < header_bytes:
+            raw += self._read(header_bytes - first, first)
         if len(raw) < header_bytes:
             raise self._mismatch("its header could not be read to its end")
-        header = Header.parse(raw, chunk)
+        raw = raw[:header_bytes]
+        if written is not None and raw != written.encode():
+            raise self._mismatch("its header is not the one that was written")
+        header = written if written is not None else Header.parse(raw, chunk)
         if header.file_bytes != size:
             raise self._mismatch("its table does not end where the file ends")
         return header

@@ -18,6 +18,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from typing import NoReturn
 
 from blake3 import blake3
@@ -67,7 +68,12 @@ def payload_bytes(layout: SegmentLayout, tokens: int) -> int:
 
 def payload_key(namespace: Namespace) -> bytes:
     """32-byte key of the payload digest of one tenant and salt."""
-    return digest("payload-key/1", namespace)
+    return _payload_key(namespace.tenant, namespace.salt)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _payload_key(tenant: str, salt: str) -> bytes:
+    return digest("payload-key/1", Namespace(tenant, salt))
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,10 @@ class Header:
 
     def encode(self) -> bytes:
         """The bytes before the first segment, without the padding that follows them."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
         meta = _meta(self.identity, self.layout)
         ids = _little_endian(array("I", self.identity.token_ids)).tobytes()
         table = b"".join(_ENTRY.pack(entry.offset, entry.length, entry.checksum) for entry in self.segments)
@@ -134,7 +144,7 @@ class Header:
         try:
             meta = json.loads(raw[PREFIX_BYTES:ids_at])
             ids = _little_endian(array("I", raw[ids_at:table_at]))
-            context = ChunkContext.from_json(meta["context"])
+            context = _context(json.dumps(meta["context"], sort_keys=True))
             identity = ChunkIdentity(context, bytes.fromhex(meta["parent"]), meta["start"], tuple(ids))
             layout = SegmentLayout(**meta["layout"])
         except (KeyError, TypeError, ValueError) as error:
@@ -190,14 +200,21 @@ def header_bytes_of(prefix: bytes, file_bytes: int, chunk: bytes) -> int:
 
 
 def _meta(identity: ChunkIdentity, layout: SegmentLayout) -> bytes:
-    meta = {
-        "codec": "none",
-        "context": identity.context.to_json(),
-        "layout": asdict(layout),
-        "parent": identity.parent.hex(),
-        "start": identity.start,
-    }
-    return json.dumps(meta, sort_keys=True, separators=(",", ":")).encode()
+    return (
+        f'{{"codec":"none","context":{identity.context.encoded},"layout":{_layout(layout)},'
+        f'"parent":"{identity.parent.hex()}","start":{identity.start}}}'
+    ).encode()
+
+
+@lru_cache(maxsize=64)
+def _layout(layout: SegmentLayout) -> str:
+    return json.dumps(asdict(layout), sort_keys=True, separators=(",", ":"))
+
+
+@lru_cache(maxsize=64)
+def _context(text: str) -> ChunkContext:
+    """The chunks of a history share one object, and with it the digest that each of their names is taken over."""
+    return ChunkContext.from_json(json.loads(text))
 
 
 def _little_endian(values: array[int]) -> array[int]:

@@ -90,6 +90,7 @@ class FileTier:
         self._clock = clock
         self._serial = itertools.count()
         self._revoked: set[bytes] = set()
+        self._known_folders: set[Path] = set()
         self._lock = threading.Lock()
 
     @property
@@ -178,7 +179,7 @@ class FileTier:
             temporary = self._temporary(identity.digest)
             transaction = self._journal.reserve(identity, temporary.name, header.file_bytes) if self._journal else 0
             try:
-                self._copy(self._files.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR), header, sources)
+                self._copy(self._created(temporary), header, sources)
                 validating = self._clock()
                 self._validate(temporary, header)
                 publishing = self._clock()
@@ -243,8 +244,15 @@ class FileTier:
 
     def _temporary(self, chunk: bytes) -> Path:
         """A name that no file has: process ids come back, and a journal's names are unique over all processes."""
-        self._files.makedirs(self.root / "tmp")
         return self.root / "tmp" / f"{chunk.hex()}.{os.getpid()}-{next(self._serial)}-{os.urandom(4).hex()}"
+
+    def _created(self, temporary: Path) -> int:
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+        try:
+            return self._files.open(temporary, flags)
+        except FileNotFoundError:
+            self._files.makedirs(temporary.parent)
+            return self._files.open(temporary, flags)
 
     def _discard(self, temporary: Path) -> None:
         with contextlib.suppress(OSError):
@@ -263,8 +271,7 @@ class FileTier:
 
     def _validate(self, temporary: Path, header: Header) -> None:
         try:
-            with ChunkFile(self._files, temporary, header.identity.digest) as written:
-                same = written.header == header
+            with ChunkFile(self._files, temporary, header.identity.digest, written=header) as written:
                 scratch = memoryview(bytearray(written.segment_bytes))
                 for layer in range(written.layers):
                     written.read_into(layer, [scratch])
@@ -274,12 +281,13 @@ class FileTier:
                 f"what was written to {self.root} reads back otherwise: {error.cause}",
                 "nothing was published; check the disk and the memory, then try again",
             ) from error
-        if not same:
-            raise StoreError(Reason.STORE_IO, f"the header written to {self.root} reads back otherwise")
 
     def _publish(self, transaction: int, temporary: Path, header: Header, met: WriteOutcome) -> WriteOutcome:
         chunk = header.identity.digest
-        self._files.makedirs(self.path(chunk).parent)
+        folder = self.path(chunk).parent
+        if folder not in self._known_folders or not folder.is_dir():
+            self._files.makedirs(folder)
+            self._known_folders.discard(folder)
         if self._journal is None:
             return self._link_or_replace(temporary, chunk, header.layout, met)
         return self._journal.publish(transaction, header, lambda same: self._place(temporary, chunk, met, same=same))
@@ -326,7 +334,9 @@ class FileTier:
     def _sync(self, final: Path) -> None:
         if self.durable:
             self._files.sync_directory(final.parent)
-            self._files.sync_directory(final.parent.parent)
+            if final.parent not in self._known_folders:
+                self._files.sync_directory(final.parent.parent)
+        self._known_folders.add(final.parent)
 
     def _occupant(self, chunk: bytes, layout: SegmentLayout) -> WriteOutcome:
         """What writing `chunk` would meet: nothing, a valid replica, or one to replace; damaged ones move aside."""
@@ -352,7 +362,7 @@ class FileTier:
 def chunk_path(root: Path, chunk: bytes) -> Path:
     """Where the file of `chunk` lies below `root`, whether it exists or not."""
     name = chunk.hex()
-    return root / "chunks" / name[:2] / f"{name}.kv"
+    return root.joinpath("chunks", name[:2], f"{name}.kv")
 
 
 def _as_bytes(

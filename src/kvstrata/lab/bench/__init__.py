@@ -16,6 +16,7 @@ BENCHES = {
     "restore": "kvstrata.lab.bench.restore:bench_restore",
     "compile": "kvstrata.lab.bench.compiled:bench_compile",
     "memory": "kvstrata.lab.bench.memory:bench_memory",
+    "store": "kvstrata.lab.bench.store:bench_store",
 }
 """Name of each benchmark and where it lives; loaded when it is run."""
 
