@@ -103,6 +103,13 @@ def test_a_death_leaves_the_whole_chunk_or_nothing(tmp_path: Path, operation: st
     assert_right(after)
 
 
+def test_two_corruptions_do_not_make_one_right(tmp_path: Path) -> None:
+    """The write of a segment and the read that validates it, at the same place."""
+    with pytest.raises(StoreError) as refusal:
+        faulty(tmp_path, ("pwritev", 1, Fault.CORRUPT), ("preadv", 2, Fault.CORRUPT)).write(*CHUNK.arguments)
+    assert refusal.value.reason is Reason.STORE_IO
+
+
 def test_a_publication_that_was_lost(tmp_path: Path) -> None:
     tier = faulty(tmp_path, ("link", 0, Fault.LOSE))
     tier.write(*CHUNK.arguments)

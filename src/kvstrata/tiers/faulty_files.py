@@ -16,6 +16,8 @@ _ANY = frozenset({Fault.DELAY, Fault.HANG, Fault.DIE})
 _NAMES = _ANY | {Fault.LOSE, Fault.FILL_UP}
 _READ = _ANY | {Fault.SHORTEN, Fault.CORRUPT, Fault.LOSE, Fault.DUPLICATE}
 _WRITE = _ANY | {Fault.SHORTEN, Fault.CORRUPT, Fault.LOSE, Fault.DUPLICATE, Fault.REORDER, Fault.FILL_UP}
+# A corrupt read of a corrupt write must not be right again.
+_READ_BIT, _WRITTEN_BIT = 1, 2
 _SYNC = _ANY | {Fault.LOSE, Fault.DUPLICATE}
 
 
@@ -67,7 +69,7 @@ class FaultyFiles:
             self.files.preadv(fd, buffers, offset)
         done = self.files.preadv(fd, buffers, offset)
         if fault is Fault.CORRUPT and done:
-            _flip(buffers, done // 2)
+            _flip(buffers, done // 2, _READ_BIT)
         if fault is Fault.SHORTEN:
             done //= 2
             self._ended[fd] = offset + done
@@ -89,7 +91,7 @@ class FaultyFiles:
         if fault in (Fault.CORRUPT, Fault.SHORTEN):
             raw = bytearray(b"".join(buffers))
             if fault is Fault.CORRUPT:
-                _flip([memoryview(raw)], total // 2)
+                _flip([memoryview(raw)], total // 2, _WRITTEN_BIT)
             else:
                 del raw[max(1, total // 2) :]
             return _write_all(self.files, fd, memoryview(raw), offset)
@@ -145,10 +147,10 @@ def _refuse_if_full(fault: Fault | None) -> None:
         raise OSError(errno.ENOSPC, "injected: no space left on the device")
 
 
-def _flip(buffers: Sequence[memoryview], position: int) -> None:
+def _flip(buffers: Sequence[memoryview], position: int, bit: int) -> None:
     for buffer in buffers:
         if position < buffer.nbytes:
-            buffer.cast("B")[position] ^= 1
+            buffer.cast("B")[position] ^= bit
             return
         position -= buffer.nbytes
 
