@@ -65,6 +65,8 @@ def test_exit_codes(kind: type[KvstrataError], code: ExitCode) -> None:
         ["demo", "--out", "{tmp}/file"],
         ["bench", "no-such-bench"],
         ["bench", "decode", "--tokens", "0"],
+        ["bench", "store", "--dtype", "float32"],
+        ["bench", "decode", "--quick"],
         ["store", "rm"],
         ["store", "ls", "--no-such-option"],
         ["no-such-command"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from kvstrata.contract.identity import Namespace
 from kvstrata.errors import ConfigurationError, DamagedError, Reason, StateError, StoreError
 from kvstrata.tiers.chunk_format import ALIGNMENT, payload_key
-from kvstrata.tiers.files import FileTier, WriteOutcome, payload_bytes
+from kvstrata.tiers.files import ChunkFile, FileTier, OsFiles, WriteOutcome, payload_bytes
 
 
 def buffers(*sizes: int) -> list[memoryview]:
@@ -351,3 +352,33 @@ def test_the_durable_half_imports_without_pytorch() -> None:
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_a_header_that_was_written_is_held_to_its_bytes(tmp_path: Path) -> None:
+    """A sound header of the same chunk that says anything else is not the one that was written."""
+    tier = FileTier(tmp_path)
+    chunk = make_chunk()
+    tier.write(*chunk.arguments)
+    path = tier.path(chunk.digest)
+    with tier.open(chunk.digest) as file:
+        header = file.header
+    with ChunkFile(OsFiles(), path, chunk.digest, written=header) as file:
+        assert file.header is header
+        file.read_into(0, [memoryview(bytearray(file.segment_bytes))])
+    other = replace(header, payload_digest=bytes(32))
+    with pytest.raises(DamagedError, match="not the one that was written") as refusal:
+        ChunkFile(OsFiles(), path, chunk.digest, written=other)
+    assert refusal.value.reason is Reason.CHUNK_DAMAGED
+
+
+def test_a_shard_reaches_the_disk_before_its_first_chunk_is_published(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tier = FileTier(tmp_path, durable=True, files=files)
+    first = make_chunk(0)
+    second = next(chunk for chunk in map(make_chunk, range(1, 5000)) if chunk.digest[0] == first.digest[0])
+    for chunk, syncs in ((first, 2), (second, 3)):
+        tier.write(*chunk.arguments)
+        assert files.calls.count("sync_directory") == syncs
+    shutil.rmtree(tmp_path / "chunks")
+    tier.write(*first.arguments)
+    assert files.calls.count("sync_directory") == 5

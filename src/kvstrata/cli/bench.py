@@ -79,7 +79,7 @@ def _refuse_unused(name: str, of_models: dict[str, object], of_store: dict[str, 
     unused = {"all": {}, "store": of_models}.get(name, of_store)
     for option, value in unused.items():
         if value not in (None, False):
-            raise typer.BadParameter(f"the bench {name!r} has no such setting", param_hint=option)
+            raise typer.BadParameter(f"{name!r} has no such setting", param_hint=option)
 
 
 def _table(report: BenchReport) -> RenderableType:
