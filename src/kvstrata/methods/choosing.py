@@ -1,0 +1,85 @@
+"""From scores of units to the units that a budget allows: the same rules for every method.
+
+Ties go to the lower unit, so that a choice is a function of the scores alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstrata.contract.budget import EstimatedMass, SelectionBudget, Threshold
+from kvstrata.contract.method import GroupSharing
+from kvstrata.errors import ConfigurationError, Reason
+from kvstrata.methods.selection import NO_UNIT
+
+__all__ = ["Chosen", "choose", "share_scores", "top_units"]
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """units: int64 [owners, n], best first, filled up with `NO_UNIT`. capped: an owner wanted more than its rows."""
+
+    units: Tensor
+    capped: bool
+
+
+def share_scores(scores: Tensor, sharing: GroupSharing, group: int) -> Tensor:
+    """Scores [query_heads, units] to those of the owners: themselves, or [kv_heads, units] by `sharing`.
+
+    Errors: `ConfigurationError` for QUERY_SUM, which is about queries and not about their scores.
+    """
+    if sharing is GroupSharing.SEPARATE:
+        return scores
+    grouped: Tensor = scores.view(-1, group, scores.shape[-1])
+    if sharing is GroupSharing.MAX:
+        return grouped.amax(1)
+    if sharing is GroupSharing.SUM:
+        return grouped.sum(1)
+    if sharing is GroupSharing.MEAN:
+        return grouped.mean(1)
+    if sharing is GroupSharing.SOFTMAX_SUM:
+        return torch.softmax(grouped, dim=-1).sum(1)
+    raise ConfigurationError(Reason.INVALID_ARGUMENT, f"scores cannot be shared by {sharing}")
+
+
+def top_units(scores: Tensor, count: int) -> Tensor:
+    """The `count` best units of every owner, int64 [owners, min(count, units)], best first, the lower one in a tie.
+
+    Units that score -inf are not chosen: `NO_UNIT` stands in their place.
+    """
+    count = min(count, scores.shape[-1])
+    values, units = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return units[..., :count].masked_fill(values[..., :count] == -torch.inf, NO_UNIT)
+
+
+def choose(
+    scores: Tensor,
+    rows: Tensor,
+    budget: SelectionBudget,
+    allowance: int,
+    log_mass: Tensor | None = None,
+) -> Chosen:
+    """The best units of every owner, as far as budget and `allowance` go.
+
+    scores: [owners, units], -inf for what must not be chosen. rows: int64 [units] or [owners, units], rows that a unit
+    would bring in. allowance: rows an owner may choose. log_mass: [owners, units], logarithms of the attention mass
+    that a unit is believed to hold, for `EstimatedMass`; the scores unless given. A unit that would pass the allowance
+    ends the list, so that the choice under a smaller allowance is a prefix of the one under a larger.
+    """
+    values, units = torch.sort(scores, dim=-1, descending=True, stable=True)
+    sizes = rows.expand_as(scores).gather(-1, units)
+    wanted = values > -torch.inf
+    if isinstance(budget, Threshold) and scores.shape[-1]:
+        wanted &= values >= values[..., :1] - budget.margin
+    if isinstance(budget, EstimatedMass) and scores.shape[-1]:
+        share = torch.softmax((scores if log_mass is None else log_mass).gather(-1, units).float(), dim=-1)
+        # A unit is wanted while those before it fall short.
+        wanted &= (share.cumsum(-1) - share) < budget.mass
+    fits = (sizes * wanted).cumsum(-1) <= allowance
+    taken = wanted & (torch.cumsum(~fits & wanted, dim=-1) == 0)
+    count = int(taken.sum(-1).max()) if taken.numel() else 0
+    capped = isinstance(budget, Threshold | EstimatedMass) and bool((wanted & ~taken).any())
+    return Chosen(units.masked_fill(~taken, NO_UNIT)[..., :count], capped)

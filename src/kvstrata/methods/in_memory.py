@@ -1,0 +1,86 @@
+"""A method's context over rows that lie in tensors: for measuring methods on recorded rows, without an engine."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from kvstrata.contract.budget import Persistent, SelectionBudget
+from kvstrata.errors import Reason, StateError
+from kvstrata.methods.interface import Geometry
+from kvstrata.ports import ModelView
+
+__all__ = ["InMemoryContext", "seeded_generator"]
+
+
+class InMemoryContext:
+    """`MethodContext` over `rows`: for each layer keys and values [kv_heads, tokens, head_dim].
+
+    read_bytes: bytes that the method asked for through `keys` and `values`.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        rows: dict[int, tuple[Tensor, Tensor]],
+        budget: SelectionBudget,
+        persistent: Persistent,
+        visible: int,
+        *,
+        basis: object = None,
+        view: ModelView | None = None,
+        hidden: dict[int, Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.geometry = geometry
+        self.rows = rows
+        self.budget = budget
+        self.persistent = persistent
+        self.visible = visible
+        self.basis = basis
+        self.view = view
+        self.read_bytes = 0
+        self._hidden = hidden or {}
+        self._seed = seed
+
+    @property
+    def region(self) -> tuple[int, int]:
+        """See `MethodContext.region`."""
+        return self.persistent.bounds(self.visible)
+
+    @property
+    def allowance(self) -> int:
+        """See `MethodContext.allowance`."""
+        sinks, recent = self.region
+        return max(0, self.budget.limit(self.visible) - sinks - (self.visible - recent))
+
+    def keys(self, layer: int, start: int, stop: int) -> Tensor:
+        """See `MethodContext.keys`."""
+        return self._read(self.rows[layer][0], start, stop)
+
+    def values(self, layer: int, start: int, stop: int) -> Tensor:
+        """See `MethodContext.values`."""
+        return self._read(self.rows[layer][1], start, stop)
+
+    def hidden(self, layer: int) -> Tensor:
+        """See `MethodContext.hidden`."""
+        if layer not in self._hidden:
+            raise StateError(Reason.NOT_COMMITTED, f"the residual stream of layer {layer} was not recorded")
+        return self._hidden[layer]
+
+    def generator(self, layer: int, purpose: str = "") -> torch.Generator:
+        """See `MethodContext.generator`."""
+        return seeded_generator(self._seed, layer, purpose)
+
+    def _read(self, plane: Tensor, start: int, stop: int) -> Tensor:
+        rows = plane[:, start:stop]
+        self.read_bytes += rows.numel() * rows.element_size()
+        return rows
+
+
+def seeded_generator(seed: int, layer: int, purpose: str) -> torch.Generator:
+    """A CPU generator for (seed, layer, purpose): the same in every process."""
+    name = hashlib.sha256(f"{seed}/{layer}/{purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(name[:8], "little") >> 1)
