@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,21 @@ from kvstrata.methods.interface import Geometry
 from kvstrata.methods.policy import SelectionPolicy
 from kvstrata.ports import ModelView
 
-__all__ = ["FrameContext"]
+__all__ = ["FrameContext", "ReadsRows"]
 
-ReadRows = Callable[[int, int, int], tuple[Tensor, Tensor]]
-"""(layer, start, stop) to K and V [kv_heads, stop - start, head_dim]; blocks until they are there."""
+
+
+class ReadsRows(Protocol):
+    """Where a context gets its rows. Both block until they are there."""
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V [kv_heads, stop - start, head_dim]."""
+        ...
+
+    def read_at(self, layer: int, rows: Tensor) -> Tensor:
+        """Keys [owners, n, head_dim] of `rows` int64 [owners, n]; zeros for `NO_UNIT`."""
+        ...
+
 
 
 class FrameContext:
@@ -28,7 +39,7 @@ class FrameContext:
     """
 
     def __init__(
-        self, policy: SelectionPolicy, geometry: Geometry, read: ReadRows, basis: object, view: ModelView | None
+        self, policy: SelectionPolicy, geometry: Geometry, source: ReadsRows, basis: object, view: ModelView | None
     ) -> None:
         self.geometry = geometry
         self.basis = basis
@@ -39,7 +50,7 @@ class FrameContext:
         self.first = 0
         self.scale = 1.0
         self._policy = policy
-        self._read = read
+        self._source = source
         self._hidden: dict[int, Tensor] = {}
 
     def begin_step(self, start: int, rows: int) -> None:
@@ -76,11 +87,15 @@ class FrameContext:
 
     def keys(self, layer: int, start: int, stop: int) -> Tensor:
         """See `MethodContext.keys`."""
-        return self._read(layer, start, stop)[0]
+        return self._source.read(layer, start, stop)[0]
+
+    def keys_at(self, layer: int, rows: Tensor) -> Tensor:
+        """See `MethodContext.keys_at`."""
+        return self._source.read_at(layer, rows)
 
     def values(self, layer: int, start: int, stop: int) -> Tensor:
         """See `MethodContext.values`."""
-        return self._read(layer, start, stop)[1]
+        return self._source.read(layer, start, stop)[1]
 
     def hidden(self, layer: int) -> Tensor:
         """See `MethodContext.hidden`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Selecting:
         self.geometry = geometry
         self.history = history
         self.method: Method[Any] = policy.method
-        self.context = FrameContext(policy, geometry, self._read, basis, view)
+        self.context = FrameContext(policy, geometry, self, basis, view)
         self.chosen: frozenset[int] = frozenset()
         self._attention = attention
         self._clock = clock
@@ -204,7 +205,7 @@ class Selecting:
         """The same selections for `history`, a copy of this one's."""
         other = copy.copy(self)
         other.history = history
-        other.context = FrameContext(self.policy, self.geometry, other._read, self.context.basis, self.context.view)
+        other.context = FrameContext(self.policy, self.geometry, other, self.context.basis, self.context.view)
         other._indexes = copy.deepcopy(self._indexes)
         other._built, other._observed = list(self._built), list(self._observed)
         other._near = HostRows(history.directory)
@@ -212,6 +213,29 @@ class Selecting:
         layout = self._attention.layout
         other._log = SelectionLog(self.policy, self.geometry, self._site, 2 * layout.head_dim * layout.itemsize)
         return other
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of consecutive rows, for the method. Blocks until they are on the device; charged as read."""
+        plan, size = self._require_plan(), self._chunk_tokens
+        if layer in self.chosen:
+            chunks = list(range(start // size, -(-stop // size)))
+            self._log.charge(plan.arrive(layer, self._place, chunks).read_bytes(plan.lower))
+        return self._attention.read(plan.tables[self._place].layers[layer], start, stop)
+
+    def read_at(self, layer: int, rows: Tensor) -> Tensor:
+        """Keys of single rows, for the method: as `read`, or where they lie if it computes near the data."""
+        plan = self._require_plan()
+        wanted, near = self._device_and_near(layer, self._named_chunks(rows))
+        if layer in self.chosen:
+            self._log.charge(plan.arrive(layer, self._place, wanted).read_bytes(plan.lower))
+        tables = plan.tables[self._place]
+        slots = torch.from_numpy(tables.slots(layer)).to(rows.device)
+        here = self._attention.gather(tables.layers[layer], slots, rows, None if not near else ~self._lies_in(rows, near))
+        keys = here.keys.masked_fill(~here.visible.unsqueeze(-1), 0.0)
+        if near:
+            there = self._attention.gather_near(near, rows)
+            keys = torch.where(there.visible.unsqueeze(-1), there.keys, keys)
+        return keys
 
     @property
     def index_bytes(self) -> int:
@@ -276,17 +300,27 @@ class Selecting:
         """(chunks that the device must hold, segments in the host tier that are read where they lie)."""
         size = self._chunk_tokens
         kept = {*range(-(-support.sinks // size)), *range(support.recent // size, -(-support.visible // size))}
-        named = torch.unique(support.rows.div(size, rounding_mode="floor")).tolist()
-        chosen = {chunk for chunk in named if chunk >= 0} - kept
+        wanted, near = self._device_and_near(layer, self._named_chunks(support.rows) - kept)
+        return sorted(kept.union(wanted)), near
+
+    def _device_and_near(self, layer: int, chunks: set[int]) -> tuple[list[int], dict[int, Tensor]]:
         near: dict[int, Tensor] = {}
-        if self._site is ComputeSite.NEAR_DATA and layer not in self._predicted:
-            for chunk in sorted(chosen):
+        if self._site is ComputeSite.NEAR_DATA:
+            for chunk in sorted(chunks):
                 record = self.history.chunks[chunk] if chunk < len(self.history.chunks) else None
                 if record is not None and record.grants[layer] is None:
                     segment = self._near.borrow(record, layer)
                     if segment is not None:
                         near[chunk] = segment
-        return sorted((kept | chosen) - near.keys()), near
+        return sorted(chunks - near.keys()), near
+
+    def _named_chunks(self, rows: Tensor) -> set[int]:
+        named = torch.unique(rows.div(self._chunk_tokens, rounding_mode="floor")).tolist()
+        return {chunk for chunk in named if chunk >= 0}
+
+    def _lies_in(self, rows: Tensor, chunks: Collection[int]) -> Tensor:
+        wanted = torch.tensor(sorted(chunks), dtype=torch.int64, device=rows.device)
+        return torch.isin(rows.div(self._chunk_tokens, rounding_mode="floor"), wanted)
 
     def _missing(self, layer: int) -> set[int]:
         """Chunks that the device does not hold."""
@@ -307,8 +341,7 @@ class Selecting:
         attention, turned = self._attention, selection.repositioned
         wanted = attention.rows(support)
         slots = torch.from_numpy(self._require_plan().tables[self._place].slots(layer)).to(wanted.device)
-        chunks = wanted.div(self._chunk_tokens, rounding_mode="floor")
-        lent = torch.isin(chunks, torch.tensor(sorted(near), device=wanted.device)) if near else None
+        lent = self._lies_in(wanted, near) if near else None
         parts = [attention.gather(table, slots, wanted, None if lent is None else ~lent)]
         if near:
             parts.append(attention.gather_near(near, wanted))
@@ -329,13 +362,6 @@ class Selecting:
             assert isinstance(mass, Tensor)
             self.method.feedback(self.context, layer, index, selection, mass)
         return output.transpose(0, 1).to(rows.queries.dtype)
-
-    def _read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        plan, size = self._require_plan(), self._chunk_tokens
-        if layer in self.chosen:
-            chunks = list(range(start // size, -(-stop // size)))
-            self._log.charge(plan.arrive(layer, self._place, chunks).read_bytes(plan.lower))
-        return self._attention.read(plan.tables[self._place].layers[layer], start, stop)
 
     @property
     def _chunk_tokens(self) -> int:
