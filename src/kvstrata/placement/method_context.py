@@ -17,7 +17,6 @@ from kvstrata.ports import ModelView
 __all__ = ["FrameContext", "ReadsRows"]
 
 
-
 class ReadsRows(Protocol):
     """Where a context gets its rows. Both block until they are there."""
 
@@ -28,7 +27,6 @@ class ReadsRows(Protocol):
     def read_at(self, layer: int, rows: Tensor) -> Tensor:
         """Keys [owners, n, head_dim] of `rows` int64 [owners, n]; zeros for `NO_UNIT`."""
         ...
-
 
 
 class FrameContext:

@@ -230,7 +230,9 @@ class Selecting:
             self._log.charge(plan.arrive(layer, self._place, wanted).read_bytes(plan.lower))
         tables = plan.tables[self._place]
         slots = torch.from_numpy(tables.slots(layer)).to(rows.device)
-        here = self._attention.gather(tables.layers[layer], slots, rows, None if not near else ~self._lies_in(rows, near))
+        here = self._attention.gather(
+            tables.layers[layer], slots, rows, None if not near else ~self._lies_in(rows, near)
+        )
         keys = here.keys.masked_fill(~here.visible.unsqueeze(-1), 0.0)
         if near:
             there = self._attention.gather_near(near, rows)
