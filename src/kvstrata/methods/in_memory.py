@@ -18,7 +18,8 @@ __all__ = ["InMemoryContext", "seeded_generator"]
 class InMemoryContext:
     """`MethodContext` over `rows`: for each layer keys and values [kv_heads, tokens, head_dim].
 
-    read_bytes: bytes that the method asked for through `keys` and `values`.
+    read_bytes: bytes that the method asked for through `keys` and `values`. Rows that are not visible are refused with
+    a `StateError`.
     """
 
     def __init__(
@@ -75,6 +76,11 @@ class InMemoryContext:
         return seeded_generator(self._seed, layer, purpose)
 
     def _read(self, plane: Tensor, start: int, stop: int) -> Tensor:
+        if not 0 <= start <= stop <= min(self.visible, plane.shape[1]):
+            raise StateError(
+                Reason.NOT_COMMITTED,
+                f"rows [{start}, {stop}) were asked for; {self.visible} of {plane.shape[1]} are visible",
+            )
         rows = plane[:, start:stop]
         self.read_bytes += rows.numel() * rows.element_size()
         return rows
