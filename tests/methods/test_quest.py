@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -129,9 +130,9 @@ def test_every_row_belongs_to_exactly_one_page(layer: Layer, page_size: int) -> 
 @given(layers, page_sizes, st.data())
 def test_append_equals_build_of_the_whole(layer: Layer, page_size: int, data: st.DataObject) -> None:
     quest = Quest(page_size=page_size)
-    cuts = sorted(data.draw(st.sets(st.integers(1, layer.tokens)))) + [layer.tokens]
+    cuts = [*sorted(data.draw(st.sets(st.integers(1, layer.tokens)))), layer.tokens]
     index = quest.build(layer.context(1, visible=cuts[0]), 0, None)
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         before = index.generation
         index = quest.append(layer.context(1, visible=stop), 0, index, layer.step(start, stop))
         assert index.generation > before
