@@ -126,6 +126,14 @@ class MethodContext(Protocol):
         Blocks."""
         ...
 
+    def keys_at(self, layer: int, rows: Tensor) -> Tensor:
+        """Keys [owners, n, head_dim] of single `rows` int64 [owners, n], for query heads or K/V heads as owners.
+
+        Zeros for `NO_UNIT`. Charged as read; where the method computes near the data they are read where they lie.
+        Blocks.
+        """
+        ...
+
     def values(self, layer: int, start: int, stop: int) -> Tensor:
         """Values, as `keys`."""
         ...
@@ -163,6 +171,17 @@ class Method(ABC, Generic[IndexT]):
         """Whose selections this configuration makes."""
         return self.contract.owner
 
+    def dense(self, geometry: Geometry) -> tuple[int, ...]:
+        """Layers that attend to everything unless a policy says otherwise: the field `dense_layers` where there is one,
+        a number of first layers or the layers themselves."""
+        named = getattr(self, "dense_layers", 0)
+        layers = range(named) if isinstance(named, int) else named
+        return tuple(layer for layer in layers if layer < geometry.layers)
+
+    def persistent(self, given: Persistent, limit: int) -> Persistent:
+        """The rows that always enter, where a policy gives `given` and allows `limit` rows in all."""
+        return given
+
     def require(self, geometry: Geometry) -> None:
         """Errors: `UnsupportedError` for a model that the method cannot serve; `ConfigurationError` for settings that
         do not fit its shapes."""
@@ -185,6 +204,10 @@ class Method(ABC, Generic[IndexT]):
     @abstractmethod
     def append(self, ctx: MethodContext, layer: int, index: IndexT, rows: StepRows) -> IndexT:
         """The next generation, with the step's rows in it."""
+
+    def truncate(self, index: IndexT, frontier: int) -> IndexT | None:
+        """The index over rows [0, frontier) alone, after the others were taken back; `None` to have it built anew."""
+        return None
 
     def speculate(self, ctx: MethodContext, layer: int, index: IndexT, hidden: Tensor) -> Selection | None:
         """Choose for `layer` from the residual stream `hidden` [rows, hidden_size] that entered the layer before it.

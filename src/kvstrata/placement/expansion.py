@@ -25,14 +25,16 @@ class Support:
     """The rows that enter attention for each owner.
 
     owner: whose. rows: int64 [owners, n], chosen rows beside the persistent ones, filled up with `NO_UNIT`. columns:
-    int64 [owners, n], the column of `Selection.units` that brought each row in, the best one if several did. sinks,
-    recent: persistent rows are [0, sinks) and [recent, visible). log_bias: fp32 [query_heads, n] or `None`. named: rows
-    that the units name, over all owners. duplicates: those of them that were named before, or are persistent.
+    int64 [owners, n], the column of `Selection.units` that brought each row in, the best one if several did. order:
+    its place in what `rows_of` named. sinks, recent: persistent rows are [0, sinks) and [recent, visible). log_bias:
+    fp32 [query_heads, n] or `None`. named: rows that the units name, over all owners. duplicates: those of them that
+    were named before, or are persistent.
     """
 
     owner: Owner
     rows: Tensor
     columns: Tensor
+    order: Tensor
     sinks: int
     recent: int
     visible: int
@@ -47,13 +49,21 @@ class Support:
 
     def without_chosen(self) -> Support:
         """The persistent rows alone."""
-        return replace(self, rows=self.rows[:, :0], columns=self.columns[:, :0], log_bias=None)
+        empty = self.rows[:, :0]
+        return replace(self, rows=empty, columns=empty, order=empty, log_bias=None)
 
 
 def expand(
-    method: Method[Any], index: Index, selection: Selection, geometry: Geometry, persistent: Persistent, visible: int
+    method: Method[Any],
+    index: Index,
+    selection: Selection,
+    geometry: Geometry,
+    persistent: Persistent,
+    visible: int,
+    first: int | None = None,
 ) -> Support:
-    """The rows of `selection` among `visible` rows.
+    """The rows of `selection` among `visible` rows. first: rows that the step's first row sees; `visible` in a step of
+    one row. The recent rows are those of the first row, and all after them.
 
     Errors: `RetrievalError` with GQA_OWNERSHIP_MISMATCH for lists of another number of owners, DUPLICATE_CANDIDATE for
     a unit that is named twice, CANDIDATE_BEYOND_FRONTIER for rows that are not there, CANDIDATE_IDS_NOT_ROWS for lists
@@ -67,7 +77,7 @@ def expand(
             "selection.units",
         )
     _check_unique(units)
-    sinks, recent = persistent.bounds(visible)
+    sinks, recent = persistent.bounds(visible if first is None else first)
     rows = method.rows_of(index, units)
     columns = _columns(rows, units)
     rows = rows.masked_fill(units.gather(-1, columns) == NO_UNIT, NO_UNIT)
@@ -89,12 +99,13 @@ def expand(
     if bool(repeated.any()):
         keep_order = torch.sort(kept.long(), dim=-1, stable=True).indices
         rows, order = rows.gather(-1, keep_order), order.gather(-1, keep_order)
-    first = rows.shape[1] - longest
-    rows, columns = rows[:, first:], columns.gather(-1, order[:, first:])
+    rows, order = rows[:, rows.shape[1] - longest :], order[:, order.shape[1] - longest :]
+    columns = columns.gather(-1, order)
     return Support(
         selection.owner,
         rows,
         columns,
+        order,
         sinks,
         recent,
         visible,

@@ -1,0 +1,99 @@
+"""How a method is used: its budget, what always stays, which layers stay dense, and from which length it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstrata.contract.budget import EstimatedMass, Persistent, Rows, SelectionBudget, Threshold
+from kvstrata.contract.encoding import digest
+from kvstrata.contract.method import ComputeSite, Mode
+from kvstrata.errors import ConfigurationError, Reason
+from kvstrata.methods.interface import Geometry, Method
+
+__all__ = ["SelectionPolicy"]
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """What an approximate request does. Immutable; part of the lineage of the rows computed under it.
+
+    method, budget: which rows, and how many for each K/V head, persistent ones included. persistent: rows that always
+    enter. min_history: visible rows, in tokens, below which every step attends to everything. dense_layers: layers that
+    always do; `None` for the method's own. layer_budgets: (layer, budget) where a layer has another one. site: where
+    chosen rows are reduced; `None` for the method's own. seed: of the method's randomness. name: for receipts.
+
+    Errors: `ConfigurationError` for a budget that does not cover the persistent rows.
+    """
+
+    method: Method[Any]
+    budget: SelectionBudget
+    persistent: Persistent = field(default_factory=Persistent)
+    min_history: int = 1024
+    dense_layers: tuple[int, ...] | None = None
+    layer_budgets: tuple[tuple[int, SelectionBudget], ...] = ()
+    site: ComputeSite | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, Method):
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT,
+                f"method={self.method!r} is no method",
+                "pass one of kvstrata.methods, e.g. Quest(page_size=16)",
+            )
+        for budget in (self.budget, *(budget for _, budget in self.layer_budgets)):
+            self._require_room(budget)
+        if self.min_history < 1:
+            raise ConfigurationError(Reason.INVALID_ARGUMENT, f"min_history={self.min_history} must be at least 1")
+
+    @property
+    def mode(self) -> Mode:
+        """APPROXIMATE: a policy that chooses rows is never exact."""
+        return Mode.APPROXIMATE
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digest over method, version, configuration and all settings here."""
+        return digest("selection-policy/1", (self.method.digest, self)).hex()
+
+    def lineage(self, parent: str) -> str:
+        """The lineage of rows computed under this policy over rows of lineage `parent`."""
+        if parent.startswith("policy:") and self.digest in parent:
+            return parent
+        return f"policy:{digest('lineage/1', (parent, self.digest)).hex()[:16]}:{self.digest}"
+
+    def budget_of(self, layer: int) -> SelectionBudget:
+        """The budget of `layer`."""
+        return dict(self.layer_budgets).get(layer, self.budget)
+
+    def dense(self, geometry: Geometry) -> frozenset[int]:
+        """Layers that attend to everything: by policy, and those whose window bounds their rows anyway."""
+        named = self.method.dense(geometry) if self.dense_layers is None else self.dense_layers
+        return frozenset(named) | {layer for layer, window in enumerate(geometry.windows) if window is not None}
+
+    def require(self, geometry: Geometry) -> None:
+        """Errors: `UnsupportedError` or `ConfigurationError` when a model of that shape cannot be served so."""
+        for layer in (*(self.dense_layers or ()), *(layer for layer, _ in self.layer_budgets)):
+            if not 0 <= layer < geometry.layers:
+                raise ConfigurationError(
+                    Reason.INVALID_ARGUMENT, f"layer {layer} is named of a model with {geometry.layers} layers"
+                )
+        self.method.require(geometry)
+
+    def _require_room(self, budget: object) -> None:
+        if not isinstance(budget, SelectionBudget):
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT,
+                f"budget={budget!r} says no rows",
+                "pass Rows(512), Fraction(0.1), Threshold(5.0, cap=512) or EstimatedMass(0.95, cap=512)",
+            )
+        rows = budget.rows if isinstance(budget, Rows) else None
+        rows = budget.cap if isinstance(budget, Threshold | EstimatedMass) else rows
+        if rows is not None and rows < self.persistent.rows:
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT,
+                f"a budget of {rows} rows is less than the {self.persistent.rows} persistent ones "
+                f"(sinks={self.persistent.sinks}, recent={self.persistent.recent})",
+                "pass a larger budget, or Persistent(sinks=..., recent=...) with fewer rows",
+            )
