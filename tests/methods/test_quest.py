@@ -151,9 +151,38 @@ def test_a_long_history_is_read_in_pieces_once() -> None:
     assert torch.equal(index.low, paged.amin(2))
 
 
-def test_index_bytes_are_two_rows_a_page() -> None:
+@given(layers, page_sizes, st.data())
+def test_taken_back_and_grown_again_it_equals_build_of_the_whole(
+    layer: Layer, page_size: int, data: st.DataObject
+) -> None:
+    quest = Quest(page_size=page_size)
+    stop = data.draw(st.integers(1, layer.tokens))
+    index: PageExtrema | None = quest.build(layer.context(1, visible=stop), 0, None)
+    for _ in range(3):  # rows that replace others differ from them
+        assert index is not None
+        frontier = data.draw(st.integers(0, index.frontier))
+        in_last_page = frontier > (index.pages - 1) * page_size
+        before = index.generation
+        index = quest.truncate(index, frontier)
+        if index is None:
+            assert not in_last_page
+            assert frontier == 0 or frontier % page_size
+            return
+        assert index.frontier == frontier
+        assert index.generation > before
+        layer.k[:, frontier:] += 1
+        stop = data.draw(st.integers(frontier, layer.tokens))
+        index = quest.append(layer.context(1, visible=stop), 0, index, layer.step(frontier, stop))
+        whole = quest.build(layer.context(1, visible=stop), 0, None)
+        assert torch.equal(index.low, whole.low)
+        assert torch.equal(index.high, whole.high)
+
+
+def test_index_bytes_are_two_rows_a_page_and_the_keys_of_the_last() -> None:
     layer = Layer.random(640, kv_heads=3, head_dim=16, dtype=torch.bfloat16)
-    assert Quest(page_size=64).build(layer.context(1), 0, None).nbytes == 10 * 2 * 3 * 16 * 2
+    row = 3 * 16 * 2
+    assert Quest(page_size=64).build(layer.context(1), 0, None).nbytes == (10 * 2 + 64) * row
+    assert Quest(page_size=64).build(layer.context(1, visible=580), 0, None).nbytes == (10 * 2 + 4) * row
 
 
 def test_rows_that_do_not_continue_the_index_are_refused() -> None:

@@ -47,4 +47,7 @@ def test_budget_of_all_rows_is_exact_attention() -> None:
 def test_append_moves_the_frontier() -> None:
     layer = Layer.random(10)
     index = Streaming().build(layer.context(4, visible=7), 0, None)
-    assert Streaming().append(layer.context(4), 0, index, layer.step(7, 9)).frontier == 9
+    index = Streaming().append(layer.context(4), 0, index, layer.step(7, 9))
+    assert (index.frontier, index.generation) == (9, 1)
+    index = Streaming().truncate(index, 8)
+    assert (index.frontier, index.generation) == (8, 2)
