@@ -115,6 +115,14 @@ class MethodContext(Protocol):
         Blocks."""
         ...
 
+    def keys_at(self, layer: int, rows: Tensor) -> Tensor:
+        """Keys [owners, n, head_dim] of single `rows` int64 [owners, n], for query heads or K/V heads as owners.
+
+        Zeros for `NO_UNIT`. Charged as read; where the method computes near the data they are read where they lie.
+        Blocks.
+        """
+        ...
+
     def values(self, layer: int, start: int, stop: int) -> Tensor:
         """Values, as `keys`."""
         ...
