@@ -28,8 +28,11 @@ __all__ = [
 MAX_BITS = 24
 """Bits of one code: what fp32 counts exactly."""
 
-WORKSPACE_ELEMENTS = 1 << 22
-"""Numbers that a pass over many rows holds at a time."""
+PROJECTIONS_PER_PASS = 1 << 22
+"""fp32 numbers that hashing holds at a time, twice."""
+
+ROWS_PER_PASS = 1 << 14
+"""Rows whose collisions are counted at a time."""
 
 # Rows with a smaller p are never sampled; the floor keeps u above the smallest float64 for `MAX_BITS` bits.
 _LEAST_P = 1e-6
@@ -42,36 +45,43 @@ def code_dtype(bits: int) -> torch.dtype:
     return torch.uint8 if bits <= 8 else torch.int16 if bits <= 15 else torch.int32
 
 
-def simhash(vectors: Tensor, projectors: Tensor, tables: int) -> Tensor:
+def simhash(vectors: Tensor, projectors: Tensor, tables: int, centre: Tensor | None = None) -> Tensor:
     """Codes [heads, tables, n] of `vectors` [heads, n, head_dim], in `code_dtype`.
 
-    projectors: fp32 [heads or 1, head_dim, tables * bits], columns of one table together. Bit i has weight 2 ** i and
-    is set where the projection is strictly positive, so that a zero vector has the code 0. Computed in fp32 and in
-    passes of bounded size; a projection that is zero to rounding may have either sign in passes of another size.
+    centre: [heads, head_dim], subtracted first. projectors: fp32 [heads or 1, head_dim, tables * bits], columns of one
+    table together. Bit i has weight 2 ** i and is set where the projection is strictly positive, so that a zero vector
+    has the code 0. Computed in fp32 and in passes of bounded size; a projection that is zero to rounding may have
+    either sign in passes of another size.
     """
     heads, count, _ = vectors.shape
     bits = projectors.shape[-1] // tables
     weights = 2.0 ** torch.arange(bits, dtype=torch.float32, device=vectors.device)
     codes = torch.empty(heads, tables, count, dtype=code_dtype(bits), device=vectors.device)
-    step = max(1, WORKSPACE_ELEMENTS // max(1, heads * tables * bits))
+    step = max(1, PROJECTIONS_PER_PASS // max(1, heads * tables * bits))
     for start in range(0, count, step):
-        projections = vectors[:, start : start + step].float() @ projectors
-        signs = (projections > 0).float().view(heads, -1, tables, bits)
+        some = vectors[:, start : start + step].float()
+        some = some if centre is None else some - centre.unsqueeze(1)
+        signs = (some @ projectors > 0).float().view(heads, -1, tables, bits)
         codes[:, :, start : start + step] = (signs @ weights).transpose(-1, -2)
     return codes
 
 
 def collision_counts(query_codes: Tensor, codes: Tensor) -> Tensor:
     """int16 [heads, group, n]: tables in which `query_codes` [heads, tables, group] and `codes` [heads, tables, n]
-    agree. In passes of bounded size."""
+    agree. In passes over the rows."""
     heads, tables, count = codes.shape
-    group = query_codes.shape[-1]
-    counts = torch.empty(heads, group, count, dtype=torch.int16, device=codes.device)
-    step = max(1, WORKSPACE_ELEMENTS // max(1, heads * tables * group))
-    wanted = query_codes.transpose(-1, -2).unsqueeze(-1)
-    for start in range(0, count, step):
-        agree = codes[:, None, :, start : start + step] == wanted
-        counts[:, :, start : start + step] = agree.sum(2, dtype=torch.int16)
+    wanted = query_codes.transpose(-1, -2).contiguous()
+    counts = torch.zeros(heads, wanted.shape[1], count, dtype=torch.int16, device=codes.device)
+    for start in range(0, count, ROWS_PER_PASS):
+        total = counts[:, :, start : start + ROWS_PER_PASS]
+        few, hits = torch.zeros_like(total, dtype=torch.uint8), torch.empty_like(total, dtype=torch.bool)
+        # One table at a time keeps the pass in the cache, and bytes are added fast: as many as a byte can count.
+        for table in range(tables):
+            row_codes = codes[:, None, table, start : start + ROWS_PER_PASS]
+            few += torch.eq(row_codes, wanted[:, :, table, None], out=hits).view(torch.uint8)
+            if table % 255 == 254 or table == tables - 1:
+                total += few
+                few.zero_()
     return counts
 
 
