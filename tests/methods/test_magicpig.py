@@ -381,7 +381,10 @@ def test_zero_and_equal_vectors_give_numbers(owner: Owner, weight: InverseWeight
         (torch.full((2, 30, 4), 3e38).bfloat16(), torch.full((4, 1, 4), 1e-38).bfloat16()),
     ):
         values = torch.arange(240.0).view(2, 30, 4)
-        case = Case(queries, keys, values, MagicPIG(bits=2, tables=12, owner=owner, weight=weight))
+        case = Case(queries, keys, values, MagicPIG(bits=2, tables=40, owner=owner, weight=weight))
+        index, selection = case.select()
+        assert (selection.units != NO_UNIT).any()
+        assert torch.isfinite(index.centre).all()
         output = case.output()
         assert torch.isfinite(output).all()
         assert (output >= 0).all()

@@ -23,6 +23,7 @@ from kvstrata.methods.interface import Geometry, Method, MethodContext, StepRows
 from kvstrata.methods.selection import NO_UNIT, Selection
 from kvstrata.methods.simhash import (
     MAX_BITS,
+    ROWS_PER_PASS,
     collision_counts,
     cosines,
     log_inclusion_probability,
@@ -114,7 +115,9 @@ class MagicPIG(Method[HashTables]):
         _require_cap(ctx)
         keys = ctx.keys(layer, 0, ctx.visible)
         first, stop = ctx.region
-        centre = (keys[:, first:stop] if first < stop else keys).mean(1, dtype=torch.float32)
+        middle = keys[:, first:stop] if first < stop else keys
+        total = torch.stack([part.double().sum(1) for part in middle.split(ROWS_PER_PASS, dim=1)]).sum(0)
+        centre = (total / middle.shape[1]).float()
         shared = ctx.basis if isinstance(ctx.basis, Projectors) else Projectors()
         planes = shared.of(ctx, layer, self.projectors, self.tables * self.bits, keys.device)
         built = HashTables(centre, planes, self.tables, 0 if index is None else index.generation)

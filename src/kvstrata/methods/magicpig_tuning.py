@@ -74,7 +74,7 @@ def _angles(samples: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     for keys, queries in samples:
         kv_heads, _, dim = keys.shape
         centred = keys.float() - keys.float().mean(1, keepdim=True)
-        for query in queries.reshape(kv_heads, -1, dim).split(64, dim=1):
+        for query in queries.reshape(kv_heads, -1, dim).split(16, dim=1):
             angle = torch.arccos(cosines(query, centred)) / math.pi
             place = (angle * _ANGLES).long().clamp(0, _ANGLES - 1).flatten()
             counts += torch.bincount(place, minlength=_ANGLES).double().cpu()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "MAX_BITS",
+    "ROWS_PER_PASS",
     "code_dtype",
     "collision_counts",
     "cosines",
