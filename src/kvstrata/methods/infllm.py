@@ -213,10 +213,11 @@ class InfLLM(Method[InfLLMIndex]):
             return Chosen(query.new_full((geometry.owners(self.owner), 0), NO_UNIT, dtype=torch.int64), False)
         keys = index.unit_keys[:, : index.open]
         grouped = query.float().mean(1).unflatten(0, (keys.shape[0], -1))
-        scores = torch.nan_to_num((grouped @ keys.transpose(-1, -2)).flatten(0, 1), nan=torch.finfo(torch.float32).min)
+        scores = (grouped @ keys.transpose(-1, -2)).flatten(0, 1)
         if self.owner is not Owner.QUERY_HEAD:
             group = geometry.group if self.owner is Owner.KV_HEAD else geometry.query_heads
             scores = share_scores(scores, GroupSharing.SUM, group)
+        scores = torch.where(scores.isfinite(), scores, torch.finfo(torch.float32).min)
         heads = geometry.query_heads // scores.shape[0]
         sizes = torch.full((index.open,), self.block_size, dtype=torch.int64, device=scores.device)
         return choose(scores, sizes, ctx.budget, allowance, scores * (geometry.scale / heads))

@@ -118,7 +118,7 @@ class InfLLMIndex(Index):
 
     def weigh(self, weights: Tensor, start: int, queries: int) -> None:
         """Weights [query_heads, n] that rows from `start` on got from the queries before position `queries`."""
-        waiting = weights.new_zeros(self.heads, self.frontier - self.end)
+        waiting = weights.new_zeros(self.heads, max(0, self.frontier - self.end))
         if self.pending is not None:
             waiting[:, : self.pending.shape[1]] = self.pending
         skip = max(0, self.end - start)

@@ -1,7 +1,7 @@
 """How much the rows of a history were used by the queries that followed them: three rules, in vectorised form.
 
-All of them return fp32 [heads, n]; what is not a number counts as the least. Heads are K/V heads, or query heads, of
-which equally many follow each other on every K/V head.
+They return fp32 [heads, n]; what is not finite counts as the least, or as nothing where it would be a weight. Heads are
+K/V heads, or query heads, of which equally many follow each other on every K/V head.
 """
 
 from __future__ import annotations
@@ -62,6 +62,4 @@ def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 def _finite(values: Tensor) -> Tensor:
     limit = torch.finfo(torch.float32)
-    return (
-        torch.nan_to_num(values, nan=limit.min, posinf=limit.max, neginf=limit.min).clamp(limit.min, limit.max).float()
-    )
+    return torch.where(values.isfinite(), values.clamp(limit.min, limit.max), limit.min).float()

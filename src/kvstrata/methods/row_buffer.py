@@ -1,4 +1,4 @@
-"""Consecutive rows that an index keeps for itself, in one tensor that grows by doubling."""
+"""Consecutive rows that an index keeps for itself, in one tensor that grows by half of itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RowBuffer:
         """Copy `rows` [heads, n, head_dim] behind the last."""
         used, count = self.stop - self.start, rows.shape[1]
         if self._memory is None or self._offset + used + count > self._memory.shape[1]:
-            room = used + count + (used if self._memory is not None else 0)
+            room = used + count + used // 2
             memory = rows.new_empty(rows.shape[0], room, rows.shape[2])
             if self._memory is not None:
                 memory[:, :used] = self._memory[:, self._offset : self._offset + used]
