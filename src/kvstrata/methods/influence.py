@@ -15,7 +15,7 @@ _BLOCK = 64
 
 
 def influence_of_queries(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Mean product of each key with the `window` queries after it (Xiao et al. 2024, InfLLM, section 3.1).
+    """Mean product of each key with the `window` queries after it (Xiao et al. 2024, InfLLM, section 3).
 
     keys: [kv_heads, n, head_dim] of consecutive rows. queries: [heads, n - 1 + window, head_dim] of the rows from the
     second on. Costs O((n + window) head_dim) through sums of queries, which are taken in double precision.

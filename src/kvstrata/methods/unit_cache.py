@@ -18,7 +18,7 @@ __all__ = ["UnitCache", "UnitCacheOutcome", "UnitCachePolicy"]
 
 class UnitCachePolicy(StrEnum):
     """Who leaves first. LRU: what was chosen longest ago. SCORE: the lowest sum of attention mass, in which everything
-    before weighs `decay` at each step (Xiao et al. 2024, InfLLM, section 3.3). SCORE_RESET: as their code has it, where
+    before weighs `decay` at each step (Xiao et al. 2024, InfLLM, section 3). SCORE_RESET: as their code has it, where
     a unit that is chosen again begins at zero."""
 
     LRU = "lru"
