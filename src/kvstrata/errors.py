@@ -140,6 +140,9 @@ class Reason(StrEnum):
     STATE_DTYPE_MISMATCH = "state_dtype_mismatch"
     SNAPSHOT_NOT_PUBLISHED = "snapshot_not_published"
 
+    APPROXIMATION_NOT_ALLOWED = "approximation_not_allowed"
+    SELECTION_CAPPED = "selection_capped"
+
 
 class KvstrataError(Exception):
     """Base of every error raised on purpose.

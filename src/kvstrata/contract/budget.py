@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction as Ratio
 
 from kvstrata.errors import ConfigurationError, Reason
 
@@ -46,8 +47,8 @@ class Fraction:
         _require_count("Fraction.least", self.least)
 
     def limit(self, visible: int) -> int:
-        """Rows out of `visible`."""
-        return min(visible, max(self.least, math.ceil(self.fraction * visible)))
+        """Rows out of `visible`, rounded down. The fraction is taken as it is written: 0.29 of 100 are 29."""
+        return min(visible, max(self.least, math.floor(Ratio(str(float(self.fraction))) * visible)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Threshold:
     on_cap: CapFallback = CapFallback.TRUNCATE
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.margin) and self.margin >= 0):
+        if not (_is_number(self.margin) and math.isfinite(self.margin) and self.margin >= 0):
             raise _invalid("Threshold.margin", self.margin, "a finite number of at least 0")
         _require_count("Threshold.cap", self.cap)
 
@@ -72,7 +73,8 @@ class Threshold:
 class EstimatedMass:
     """The best units that together reach this share of the *estimated* attention mass, as far as `cap` rows go.
 
-    The estimate is the method's own: the mass that is kept may be another one.
+    The share is one of the mass of all units that can be chosen; what persistent rows hold comes on top. The estimate
+    is the method's own: the mass that is kept may be another one.
     """
 
     mass: float
@@ -99,8 +101,8 @@ class Persistent:
     recent: int = 64
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise _invalid("Persistent.sinks", self.sinks, "at least 0")
+        if not _is_whole(self.sinks) or self.sinks < 0:
+            raise _invalid("Persistent.sinks", self.sinks, "a whole number of at least 0")
         _require_count("Persistent.recent", self.recent)
 
     @property
@@ -114,14 +116,22 @@ class Persistent:
         return min(self.sinks, recent), recent
 
 
-def _require_count(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _require_count(field: str, value: int) -> None:
+    if not _is_whole(value) or value < 1:
         raise _invalid(field, value, "a whole number of at least 1")
 
 
 def _require_share(field: str, value: float) -> None:
-    if not 0 < value <= 1:
+    if not (_is_number(value) and 0 < value <= 1):
         raise _invalid(field, value, "more than 0 and at most 1")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _invalid(field: str, value: object, wanted: str) -> ConfigurationError:

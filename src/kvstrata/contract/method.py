@@ -47,7 +47,7 @@ class GroupSharing(StrEnum):
     """How the query heads of one K/V head come to one selection.
 
     SEPARATE: they do not, each has its own. MAX, SUM, MEAN: of their scores. SOFTMAX_SUM: of their scores after a
-    softmax each. QUERY_SUM: the queries are added before they are scored.
+    softmax each. QUERY_SUM: the queries are added before they are scored. QUERY_FREE: no query is looked at.
     """
 
     SEPARATE = "separate"
@@ -56,6 +56,7 @@ class GroupSharing(StrEnum):
     MEAN = "mean"
     SOFTMAX_SUM = "softmax_sum"
     QUERY_SUM = "query_sum"
+    QUERY_FREE = "query_free"
 
 
 class QueryVariant(StrEnum):

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvstrata.contract.identity import FieldDifference
-from kvstrata.errors import Reason
+from kvstrata.contract.method import AnswerClass, QueryVariant
+from kvstrata.contract.selection_receipts import SelectionReceipt
+from kvstrata.errors import Reason, StateError
 
 __all__ = ["Ledger", "Recompute", "RestoreReceipt", "SaveReceipt", "StepReceipt", "TierTraffic"]
 
@@ -25,10 +27,14 @@ class Recompute:
 class StepReceipt:
     """One forward step of one request.
 
-    start, rows: positions computed. visible: positions that entered attention (all of them: the answer is exact).
+    start, rows: positions computed. visible: positions that could enter attention: all of them do in an exact step.
     resident_bytes: K/V read where it already was. moved_bytes: K/V brought from lower tiers. moved_segments: how many
     pieces. host_bytes: those of the moved bytes that came from the host tier and not from files.
     stall_s: time the model waited for bytes or for slots. read_s: service time of the readers. sealed: chunks sealed.
+    contract: class of the answer. selections: what was left out, of every sequence that may leave rows out.
+
+    Errors: `StateError` for an exact receipt of a step that left rows out, or whose rows were chosen by a query that is
+    not the actual one.
     """
 
     start: int
@@ -40,8 +46,16 @@ class StepReceipt:
     stall_s: float
     read_s: float
     sealed: int
-    contract: str = "exact"
+    contract: AnswerClass = AnswerClass.EXACT
     host_bytes: int = 0
+    selections: tuple[SelectionReceipt, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.contract is not AnswerClass.EXACT:
+            return
+        variants = {variant for each in self.selections for variant in each.variants}
+        if any(each.chose for each in self.selections) or variants - {QueryVariant.ACTUAL}:
+            raise StateError(Reason.APPROXIMATION_NOT_ALLOWED, "a step that left rows out cannot have an exact receipt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,10 +63,10 @@ def _scores(query: Tensor, keys: Tensor, scale: float, visible: Tensor | None, l
     if heads % owners:
         raise ConfigurationError(Reason.INVALID_ARGUMENT, f"{heads} query heads do not divide over {owners} owners")
     group = heads // owners
-    grouped = query.float().view(owners, group * rows, dim)
+    grouped = query.float().reshape(owners, group * rows, dim)
     scores = (grouped @ keys.float().transpose(-1, -2) * scale).view(owners, group, rows, count)
     if log_bias is not None:
-        scores = scores + log_bias.view(owners, group, 1, count)
+        scores = scores + log_bias.reshape(owners, group, 1, count)
     if visible is not None:
         scores = scores.masked_fill(~_seen(visible, keys).unsqueeze(1), -torch.inf)
     return scores

@@ -29,11 +29,13 @@ class Chosen:
 def share_scores(scores: Tensor, sharing: GroupSharing, group: int) -> Tensor:
     """Scores [query_heads, units] to those of the owners: themselves, or [kv_heads, units] by `sharing`.
 
-    Errors: `ConfigurationError` for QUERY_SUM, which is about queries and not about their scores.
+    A unit that is -inf for a head is so for the group, unless MAX or SOFTMAX_SUM finds it in another head. SOFTMAX_SUM
+    gives the logarithm of the sum, which keeps the order of units whose share underflows, and is a margin or a mass
+    like other scores. Errors: `ConfigurationError` for QUERY_SUM and QUERY_FREE, which are not about scores.
     """
     if sharing is GroupSharing.SEPARATE:
         return scores
-    grouped: Tensor = scores.view(-1, group, scores.shape[-1])
+    grouped: Tensor = scores.reshape(scores.shape[0] // group, group, scores.shape[-1])
     if sharing is GroupSharing.MAX:
         return grouped.amax(1)
     if sharing is GroupSharing.SUM:
@@ -41,7 +43,8 @@ def share_scores(scores: Tensor, sharing: GroupSharing, group: int) -> Tensor:
     if sharing is GroupSharing.MEAN:
         return grouped.mean(1)
     if sharing is GroupSharing.SOFTMAX_SUM:
-        return torch.softmax(grouped, dim=-1).sum(1)
+        total = torch.logsumexp(grouped, dim=-1, keepdim=True)
+        return (grouped - total.masked_fill(total == -torch.inf, 0.0)).logsumexp(1)
     raise ConfigurationError(Reason.INVALID_ARGUMENT, f"scores cannot be shared by {sharing}")
 
 
@@ -67,19 +70,20 @@ def choose(
     scores: [owners, units], -inf for what must not be chosen. rows: int64 [units] or [owners, units], rows that a unit
     would bring in. allowance: rows an owner may choose. log_mass: [owners, units], logarithms of the attention mass
     that a unit is believed to hold, for `EstimatedMass`; the scores unless given. A unit that would pass the allowance
-    ends the list, so that the choice under a smaller allowance is a prefix of the one under a larger.
+    ends the list, so that the choice under a smaller allowance is a prefix of the one under a larger. A mass of 1
+    wants every unit.
     """
     values, units = torch.sort(scores, dim=-1, descending=True, stable=True)
     sizes = rows.expand_as(scores).gather(-1, units)
     wanted = values > -torch.inf
     if isinstance(budget, Threshold) and scores.shape[-1]:
         wanted &= values >= values[..., :1] - budget.margin
-    if isinstance(budget, EstimatedMass) and scores.shape[-1]:
-        share = torch.softmax((scores if log_mass is None else log_mass).gather(-1, units).float(), dim=-1)
+    if isinstance(budget, EstimatedMass) and budget.mass < 1 and scores.shape[-1]:
+        believed = values if log_mass is None else log_mass.gather(-1, units)
+        share = torch.softmax(believed.double().masked_fill(~wanted, -torch.inf), dim=-1).cumsum(-1)
         # A unit is wanted while those before it fall short.
-        wanted &= (share.cumsum(-1) - share) < budget.mass
-    fits = (sizes * wanted).cumsum(-1) <= allowance
-    taken = wanted & (torch.cumsum(~fits & wanted, dim=-1) == 0)
+        wanted[..., 1:] &= share[..., :-1] < budget.mass
+    taken = wanted & ((sizes * wanted).cumsum(-1) <= allowance)
     count = int(taken.sum(-1).max()) if taken.numel() else 0
     capped = isinstance(budget, Threshold | EstimatedMass) and bool((wanted & ~taken).any())
     return Chosen(units.masked_fill(~taken, NO_UNIT)[..., :count], capped)

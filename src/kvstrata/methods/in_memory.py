@@ -10,6 +10,7 @@ from torch import Tensor
 from kvstrata.contract.budget import Persistent, SelectionBudget
 from kvstrata.errors import Reason, StateError
 from kvstrata.methods.interface import Geometry
+from kvstrata.methods.selection import NO_UNIT
 from kvstrata.ports import ModelView
 
 __all__ = ["InMemoryContext", "seeded_generator"]
@@ -18,7 +19,8 @@ __all__ = ["InMemoryContext", "seeded_generator"]
 class InMemoryContext:
     """`MethodContext` over `rows`: for each layer keys and values [kv_heads, tokens, head_dim].
 
-    read_bytes: bytes that the method asked for through `keys` and `values`.
+    read_bytes: bytes that the method asked for through `keys`, `keys_at` and `values`. Rows that are not visible are
+    refused with a `StateError`.
     """
 
     def __init__(
@@ -60,6 +62,15 @@ class InMemoryContext:
         """See `MethodContext.keys`."""
         return self._read(self.rows[layer][0], start, stop)
 
+    def keys_at(self, layer: int, rows: Tensor) -> Tensor:
+        """See `MethodContext.keys_at`."""
+        keys = self.rows[layer][0]
+        heads = torch.arange(rows.shape[0], device=keys.device) // (rows.shape[0] // keys.shape[0])
+        real = rows != NO_UNIT
+        found = keys[heads.unsqueeze(-1), rows.clamp_min(0)].masked_fill(~real.unsqueeze(-1), 0.0)
+        self.read_bytes += int(real.sum()) * keys.shape[-1] * keys.element_size()
+        return found
+
     def values(self, layer: int, start: int, stop: int) -> Tensor:
         """See `MethodContext.values`."""
         return self._read(self.rows[layer][1], start, stop)
@@ -75,6 +86,11 @@ class InMemoryContext:
         return seeded_generator(self._seed, layer, purpose)
 
     def _read(self, plane: Tensor, start: int, stop: int) -> Tensor:
+        if not 0 <= start <= stop <= min(self.visible, plane.shape[1]):
+            raise StateError(
+                Reason.NOT_COMMITTED,
+                f"rows [{start}, {stop}) were asked for; {self.visible} of {plane.shape[1]} are visible",
+            )
         rows = plane[:, start:stop]
         self.read_bytes += rows.numel() * rows.element_size()
         return rows

@@ -8,7 +8,9 @@ receipts and fallbacks. A method says which units matter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -21,7 +23,16 @@ from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.methods.selection import Selection
 from kvstrata.ports import ModelView
 
-__all__ = ["Geometry", "Index", "Method", "MethodContext", "StepRows", "require_positive"]
+__all__ = [
+    "Geometry",
+    "Index",
+    "Method",
+    "MethodContext",
+    "StepRows",
+    "require_at_least",
+    "require_member",
+    "require_positive",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,14 @@ class MethodContext(Protocol):
     def keys(self, layer: int, start: int, stop: int) -> Tensor:
         """Keys [kv_heads, stop - start, head_dim] as the store holds them, brought to the device and charged as read.
         Blocks."""
+        ...
+
+    def keys_at(self, layer: int, rows: Tensor) -> Tensor:
+        """Keys [owners, n, head_dim] of single `rows` int64 [owners, n], for query heads or K/V heads as owners.
+
+        Zeros for `NO_UNIT`. Charged as read; where the method computes near the data they are read where they lie.
+        Blocks.
+        """
         ...
 
     def values(self, layer: int, start: int, stop: int) -> Tensor:
@@ -214,7 +233,19 @@ class Method(ABC, Generic[IndexT]):
 
 def require_positive(field: str, value: object) -> None:
     """Errors: `ConfigurationError` naming field and value unless `value` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    require_at_least(field, value, 1)
+
+
+def require_at_least(field: str, value: object, least: int) -> None:
+    """Errors: `ConfigurationError` naming field and value unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(
-            Reason.INVALID_ARGUMENT, f"{field} must be a whole number of at least 1, got {value!r}"
+            Reason.INVALID_ARGUMENT, f"{field} must be a whole number of at least {least}, got {value!r}"
         )
+
+
+def require_member(field: str, value: object, allowed: Sequence[Enum]) -> None:
+    """Errors: `ConfigurationError` naming field and value unless `value` is one of `allowed`, not just its text."""
+    if not any(value is member for member in allowed):
+        names = ", ".join(f"{type(member).__name__}.{member.name}" for member in allowed)
+        raise ConfigurationError(Reason.INVALID_ARGUMENT, f"{field} must be one of {names}, got {value!r}")

@@ -20,11 +20,13 @@ class Repositioned:
     """Queries and keys turned to other positions, used for the chosen rows in place of the actual ones.
 
     query: [query_heads, rows, head_dim] of the step's rows. keys: [kv_heads, n, head_dim] of the rows that `rows_of`
-    names for the chosen units, in that order.
+    names for the chosen units, in that order. sink_keys: [kv_heads, sinks, head_dim], where the persistent first rows
+    are turned too; `None` where they are attended as they are.
     """
 
     query: Tensor
     keys: Tensor
+    sink_keys: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,14 +25,16 @@ class Support:
     """The rows that enter attention for each owner.
 
     owner: whose. rows: int64 [owners, n], chosen rows beside the persistent ones, filled up with `NO_UNIT`. columns:
-    int64 [owners, n], the column of `Selection.units` that brought each row in. sinks, recent: persistent rows are
-    [0, sinks) and [recent, visible). log_bias: fp32 [query_heads, n] or `None`. named: rows that the units name, over
-    all owners. duplicates: those of them that were named before, or are persistent.
+    int64 [owners, n], the column of `Selection.units` that brought each row in, the best one if several did. order:
+    its place in what `rows_of` named. sinks, recent: persistent rows are [0, sinks) and [recent, visible). log_bias:
+    fp32 [query_heads, n] or `None`. named: rows that the units name, over all owners. duplicates: those of them that
+    were named before, or are persistent.
     """
 
     owner: Owner
     rows: Tensor
     columns: Tensor
+    order: Tensor
     sinks: int
     recent: int
     visible: int
@@ -47,17 +49,25 @@ class Support:
 
     def without_chosen(self) -> Support:
         """The persistent rows alone."""
-        return replace(self, rows=self.rows[:, :0], columns=self.columns[:, :0], log_bias=None)
+        empty = self.rows[:, :0]
+        return replace(self, rows=empty, columns=empty, order=empty, log_bias=None)
 
 
 def expand(
-    method: Method[Any], index: Index, selection: Selection, geometry: Geometry, persistent: Persistent, visible: int
+    method: Method[Any],
+    index: Index,
+    selection: Selection,
+    geometry: Geometry,
+    persistent: Persistent,
+    visible: int,
+    first: int | None = None,
 ) -> Support:
-    """The rows of `selection` among `visible` rows.
+    """The rows of `selection` among `visible` rows. first: rows that the step's first row sees; `visible` in a step of
+    one row. The recent rows are those of the first row, and all after them.
 
     Errors: `RetrievalError` with GQA_OWNERSHIP_MISMATCH for lists of another number of owners, DUPLICATE_CANDIDATE for
-    a unit that is named twice, CANDIDATE_BEYOND_FRONTIER for rows that are not there, GEOMETRY_MISMATCH for a bias of
-    another shape or that is not finite.
+    a unit that is named twice, CANDIDATE_BEYOND_FRONTIER for rows that are not there, CANDIDATE_IDS_NOT_ROWS for lists
+    of rows that do not fit those of the units, GEOMETRY_MISMATCH for a bias of another shape or that is not finite.
     """
     units = selection.units
     if units.dim() != 2 or units.shape[0] != geometry.owners(selection.owner):
@@ -67,10 +77,10 @@ def expand(
             "selection.units",
         )
     _check_unique(units)
-    sinks, recent = persistent.bounds(visible)
+    sinks, recent = persistent.bounds(visible if first is None else first)
     rows = method.rows_of(index, units)
-    width = rows.shape[1] // units.shape[1] if units.shape[1] else 1
-    columns = torch.arange(rows.shape[1], device=rows.device) // max(1, width)
+    columns = _columns(rows, units)
+    rows = rows.masked_fill(units.gather(-1, columns) == NO_UNIT, NO_UNIT)
     if rows.numel() and (int(rows.max()) >= visible or int(rows.min()) < NO_UNIT):
         raise _refused(
             Reason.CANDIDATE_BEYOND_FRONTIER,
@@ -79,22 +89,23 @@ def expand(
         )
     named = int((rows != NO_UNIT).sum())
     rows = rows.masked_fill((rows < sinks) | (rows >= recent), NO_UNIT)
-    rows, order = torch.sort(rows, dim=-1)
+    rows, order = torch.sort(rows, dim=-1, stable=True)
     repeated = torch.zeros_like(rows, dtype=torch.bool)
-    repeated[:, 1:] = rows[:, 1:] == rows[:, :-1]
+    repeated[:, 1:] = (rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] != NO_UNIT)
     rows = rows.masked_fill(repeated, NO_UNIT)
     kept = rows != NO_UNIT
     # Entries that are no row come first after the sort; the longest list decides what is kept.
     longest = int(kept.sum(-1).max()) if kept.numel() else 0
-    if int(repeated.sum()):
+    if bool(repeated.any()):
         keep_order = torch.sort(kept.long(), dim=-1, stable=True).indices
         rows, order = rows.gather(-1, keep_order), order.gather(-1, keep_order)
-    first = rows.shape[1] - longest
-    rows, columns = rows[:, first:], columns.expand(rows.shape[0], -1).gather(-1, order[:, first:])
+    rows, order = rows[:, rows.shape[1] - longest :], order[:, order.shape[1] - longest :]
+    columns = columns.gather(-1, order)
     return Support(
         selection.owner,
         rows,
         columns,
+        order,
         sinks,
         recent,
         visible,
@@ -102,6 +113,19 @@ def expand(
         named,
         named - int((rows != NO_UNIT).sum()),
     )
+
+
+def _columns(rows: Tensor, units: Tensor) -> Tensor:
+    """The column of `units` that each entry of `rows` belongs to, [owners, entries]."""
+    owners, count = units.shape
+    if rows.dim() != 2 or rows.shape[0] != owners or (rows.shape[1] % count if count else rows.shape[1]):
+        raise _refused(
+            Reason.CANDIDATE_IDS_NOT_ROWS,
+            f"rows of shape {tuple(rows.shape)} for units of shape {tuple(units.shape)}",
+            "selection.rows",
+        )
+    width = rows.shape[1] // count if count else 1
+    return (torch.arange(rows.shape[1], device=rows.device) // max(1, width)).expand(owners, -1)
 
 
 def _bias(selection: Selection, geometry: Geometry, columns: Tensor, rows: Tensor) -> Tensor | None:

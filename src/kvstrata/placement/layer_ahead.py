@@ -15,7 +15,9 @@ from typing import NoReturn
 import torch
 
 from kvstrata.contract.layout import SegmentLayout
+from kvstrata.contract.method import AnswerClass
 from kvstrata.contract.receipts import StepReceipt
+from kvstrata.contract.selection_receipts import SelectionReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.cost.residency import ResidencyPlan, plan_residency, required_slots
 from kvstrata.errors import BudgetError, DamagedError, Reason, StateError, StoreError
@@ -140,8 +142,9 @@ class LayerAhead:
         if self._cold or self._staged:
             self._stage()
 
-    def end_step(self, sealed: int) -> StepReceipt:
-        """The step's receipt. sealed: chunks that its rows filled."""
+    def end_step(self, sealed: int, selections: Sequence[SelectionReceipt] = ()) -> StepReceipt:
+        """The step's receipt. sealed: chunks that its rows filled. selections: what was left out."""
+        chose = [each.answer for each in selections if each.chose]
         size = self.directory.arena.slot_bytes
         row_bytes = size // self._layout.chunk_tokens
         return StepReceipt(
@@ -155,7 +158,9 @@ class LayerAhead:
             stall_s=self._stall_s,
             read_s=self._read_s,
             sealed=sealed,
+            contract=chose[0] if chose else AnswerClass.EXACT,
             host_bytes=self._host_bytes,
+            selections=tuple(selections),
         )
 
     def abort_step(self) -> None:

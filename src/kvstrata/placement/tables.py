@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstrata.contract.layout import SegmentLayout
@@ -57,6 +58,18 @@ class HistoryTables:
                 raise StateError(Reason.NOT_COMMITTED, f"a slot of layer {layer} changed hands under its table")
             self._verified[layer] = state
         return self.layers[layer]
+
+    def verified_chunks(self, layer: int, chunks: Sequence[int]) -> BlockTable:
+        """As `verified`, for the segments of the chunks with these numbers only."""
+        slots, generations = self._grants[:, layer, chunks]
+        if not (self._arena.generations[slots] == generations).all():
+            raise StateError(Reason.NOT_COMMITTED, f"a slot of layer {layer} changed hands under its table")
+        return self.layers[layer]
+
+    def slots(self, layer: int) -> npt.NDArray[np.int64]:
+        """The slot of every chunk of `layer`; 0 where it has none."""
+        slots: npt.NDArray[np.int64] = self._grants[0, layer]
+        return slots
 
     def close(self) -> None:
         """Let go of the arena's memory."""

@@ -35,7 +35,7 @@ class History:
     token_ids: ids of all rows, or shorter than `frontier` once rows without ids came in (`named` is False then, and
     nothing is sealed any more). chunks: sealed chunks in order. tail: open chunks in order. hold: rows from there on
     may still be taken back (drafts, beams): they are not committed, and neither sealed nor saved; `None` for no such
-    rows.
+    rows. cut_at: lowest position from which rows were taken back since somebody last looked, or `None`.
     """
 
     def __init__(self, directory: Directory, context: ChunkContext) -> None:
@@ -45,6 +45,7 @@ class History:
         self.token_ids: list[int] = []
         self.named = True
         self.hold: int | None = None
+        self.cut_at: int | None = None
         self.chunks: list[ChunkRecord] = []
         self.tail: list[TailChunk] = []
         self.version = 0
@@ -187,6 +188,7 @@ class History:
     def _cut(self, position: int, chunks: int, tail: int) -> None:
         gone = [*self._gone, *self.chunks[chunks:], *self.tail[tail:]]
         kept = self.chunks[:chunks], self.tail[:tail]
+        self.cut_at = position if self.cut_at is None else min(self.cut_at, position)
         # Signals are not served between these stores: rows and slots go together, or not at all.
         self._gone, (self.chunks, self.tail), self.frontier, self.version = gone, kept, position, self.version + 1
         del self.token_ids[position:]

@@ -221,7 +221,7 @@ class Promoter:
 
     timeout_s: longest time for a batch. host: a tier in between, which is asked first and keeps what passes through.
     credits: what may be on its way at once; by default as much as the arena holds. deliver: as for `TransferQueue`.
-    rates: where the time of reads is noted.
+    rates: where the time of reads is noted. source: name of the tier that is read.
     """
 
     def __init__(
@@ -243,11 +243,11 @@ class Promoter:
         self.readers = readers
         self._timeout_s = timeout_s
         self._rates = rates
-        self._source = tier.capability.tier
+        self.source = tier.capability.tier
         arena = directory.arena.slots * directory.arena.slot_bytes
         self.pool = CreditPool(credits or Credits(arena, arena, arena, _QUEUE_ENTRIES))
         self.queue = TransferQueue(
-            f"{self._source} -> {DEVICE}", self.pool, _Copier(self.files, host), clock=clock, deliver=deliver
+            f"{self.source} -> {DEVICE}", self.pool, _Copier(self.files, host), clock=clock, deliver=deliver
         )
         self._workers = TransferWorkers(self.queue, readers) if readers else None
         if self._workers is not None:
@@ -313,7 +313,7 @@ class Promoter:
 
     def _note(self, arrival: Arrival) -> None:
         if self._rates is not None and not arrival.host_bytes and arrival.nbytes and arrival.read_s > 0:
-            observation = ServiceObservation(self._source, Direction.READ, arrival.nbytes, arrival.read_s)
+            observation = ServiceObservation(self.source, Direction.READ, arrival.nbytes, arrival.read_s)
             self._rates.record(observation)
 
     def _unit(self, items: Sequence[Promotion]) -> UnitKey:
@@ -321,7 +321,7 @@ class Promoter:
         segments = tuple(
             [SegmentSource(r.digest, i.layer, r.durable.generation, r.epoch) for i in items for r in (i.record,)]
         )
-        return UnitKey(context.namespace, context.digest, segments, self.layout, self._source)
+        return UnitKey(context.namespace, context.digest, segments, self.layout, self.source)
 
     def _bytes(self, items: Sequence[Promotion]) -> int:
         size = self.layout.chunk_tokens

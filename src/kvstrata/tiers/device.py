@@ -31,10 +31,11 @@ __all__ = [
 class TensorBacking(Backing, Protocol):
     """A backing whose slots kernels can read.
 
-    stride: bytes a slot takes of the budget.
+    stride: bytes a slot takes of the budget. whole: all slots, one after the other, as a uint8 tensor on the device.
     """
 
     stride: int
+    whole: torch.Tensor
 
     def segment(self, slot: int) -> torch.Tensor:
         """The slot as a contiguous uint8 tensor on the device."""
@@ -45,6 +46,8 @@ class HostTensorBacking(HostBacking):
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         super().__init__(slot_bytes, slots)
+        assert self.memory is not None
+        self.whole = torch.from_numpy(np.frombuffer(self.memory, np.uint8))
         self._tensors = [torch.from_numpy(np.frombuffer(view, np.uint8)) for view in self._views]
 
     def segment(self, slot: int) -> torch.Tensor:
@@ -52,6 +55,7 @@ class HostTensorBacking(HostBacking):
 
     def close(self) -> None:
         self._tensors.clear()
+        self.whole = self.whole[:0].clone()
         super().close()
 
 
@@ -101,7 +105,7 @@ class CudaBacking:
     def __init__(self, slot_bytes: int, slots: int, device: torch.device, staging: int = 8) -> None:
         self.slots = slots
         self.stride = -(-slot_bytes // 256) * 256
-        memory = torch.empty(self.stride * slots, dtype=torch.uint8, device=device)
+        self.whole = memory = torch.empty(self.stride * slots, dtype=torch.uint8, device=device)
         self._tensors = [memory[i * self.stride : i * self.stride + slot_bytes] for i in range(slots)]
         self._device = device
         self._to_device = torch.cuda.Stream(device)
@@ -150,6 +154,7 @@ class CudaBacking:
 
     def close(self) -> None:
         self._tensors.clear()
+        self.whole = self.whole[:0].clone()
         self._filling.clear()
 
 

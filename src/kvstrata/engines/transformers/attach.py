@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvstrata.contract.budget import Persistent, SelectionBudget
 from kvstrata.contract.identity import ModelIdentity, Namespace
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.cost.residency import required_slots
@@ -17,9 +18,11 @@ from kvstrata.engines.transformers.families import family_of
 from kvstrata.engines.transformers.loading import LoadedModel
 from kvstrata.engines.transformers.memory import Memory
 from kvstrata.engines.transformers.parts import MemoryParts
+from kvstrata.engines.transformers.selections import make_policy
 from kvstrata.errors import BudgetError, ConfigurationError, Reason
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace, prefill_workspace_bytes
+from kvstrata.methods.interface import Method
 from kvstrata.store.cost_gate import CostGateConfig
 from kvstrata.store.store import Store
 from kvstrata.tiers.device import device_memory
@@ -34,7 +37,13 @@ def attach(
     model: Any,
     store: Store | str | os.PathLike[str],
     *,
-    budget: int | str | None = None,
+    budget: int | str | SelectionBudget | None = None,
+    method: Method[Any] | None = None,
+    mode: str | None = None,
+    memory_budget: int | str | None = None,
+    persistent: Persistent | None = None,
+    min_history: int | None = None,
+    dense_layers: Sequence[int] | None = None,
     host_budget: int | str | None = None,
     model_id: str | None = None,
     adapters: Sequence[str] | None = None,
@@ -51,7 +60,8 @@ def attach(
     compile: bool = False,  # noqa: A002 - the name that PyTorch's users look for
     parts: MemoryParts | None = None,
 ) -> Memory:
-    """Let `model` keep its K/V history in layered memory for the length of a `with` block. Exact.
+    """Let `model` keep its K/V history in layered memory for the length of a `with` block. Exact, unless a method is
+    named and `mode="approximate"`.
 
     - model: a Transformers model, or what `load_model` returned.
     - store: an open `Store`, or a directory that is opened (and made if it is not there) for the block.
@@ -76,6 +86,30 @@ def attach(
     Nothing is computed or reserved for good before the block is entered. Errors: `UnsupportedError` for a model that
     cannot be served exactly, `BudgetError` with the bytes that would do, `StoreError`, `ConfigurationError`.
     """
+    if isinstance(budget, SelectionBudget):
+        rows, nbytes = budget, memory_budget
+    else:
+        rows, nbytes = None, budget if memory_budget is None else memory_budget
+    if None not in (memory_budget, budget) and rows is None:
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT,
+            f"budget={budget!r} and memory_budget={memory_budget!r} both say bytes",
+            "pass one of them, or budget=Rows(...) with a method",
+        )
+    if method is not None and mode is None:
+        raise ConfigurationError(
+            Reason.APPROXIMATION_NOT_ALLOWED,
+            f"method={method!r} leaves rows out, and mode is exact unless you say otherwise",
+            'pass mode="approximate"',
+        )
+    chosen = {
+        "method": method,
+        "budget": rows,
+        "persistent": persistent,
+        "min_history": min_history,
+        "dense_layers": None if dense_layers is None else tuple(dense_layers),
+    }
+    policy = make_policy(None, mode, chosen)
     loaded = model if isinstance(model, LoadedModel) else None
     module = loaded.model if loaded is not None else model
     if prefill_chunk < 1 or readers < 1:
@@ -95,7 +129,7 @@ def attach(
     workspace = max(prefill_workspace_bytes(layout, prefill_chunk, window=window) for window in windows)
     stride = -(-layout.segment_bytes // 4096) * 4096
     capacity = device_memory(module.device)
-    slots, total = _slots(layout, context.abi.layers, limit, prefill_chunk, stride, workspace, budget, capacity)
+    slots, total = _slots(layout, context.abi.layers, limit, prefill_chunk, stride, workspace, nbytes, capacity)
     host_slots = _host_slots(host_budget, stride)
     owns = not isinstance(store, Store)
     # The store comes last: what fails before it leaves no lock behind.
@@ -122,6 +156,7 @@ def attach(
         host_slots=host_slots,
         wipe=wipe,
         cost_gate=CostGateConfig() if cost_gate is True else cost_gate or None,
+        policy=policy,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvstrata.contract.capability import DEVICE, legal_path
 from kvstrata.contract.identity import ChunkContext
 from kvstrata.contract.layout import SegmentLayout
-from kvstrata.contract.receipts import Ledger, Recompute, RestoreReceipt, SaveReceipt
+from kvstrata.contract.receipts import Ledger, RestoreReceipt, SaveReceipt
 from kvstrata.contract.states import FileReplicaState
 from kvstrata.engines.transformers.attention import PagedAttention
 from kvstrata.engines.transformers.compilation import Compilation
@@ -19,14 +19,17 @@ from kvstrata.engines.transformers.inputs import prompt_ids, slices
 from kvstrata.engines.transformers.parts import MemoryParts
 from kvstrata.engines.transformers.request import Request
 from kvstrata.engines.transformers.row import Row
+from kvstrata.engines.transformers.saved import restore_request, save_request
+from kvstrata.engines.transformers.selections import Selections, make_policy
 from kvstrata.engines.transformers.wrapping import Wrapping
-from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
+from kvstrata.errors import BudgetError, ConfigurationError, Reason, StateError
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace
+from kvstrata.methods.policy import SelectionPolicy
 from kvstrata.placement.layer_ahead import LayerAhead
+from kvstrata.placement.on_demand import OnDemand
 from kvstrata.runtime.gating import Gating
 from kvstrata.runtime.ledger import LedgerBook
-from kvstrata.sessions.persistence import restore_session, save_session
 from kvstrata.store.cost_gate import CostGateConfig
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.history import History
@@ -65,6 +68,7 @@ class Memory:
         host_slots: int = 0,
         wipe: bool = False,
         cost_gate: CostGateConfig | None = None,
+        policy: SelectionPolicy | None = None,
     ) -> None:
         self.model = model
         self.store = store
@@ -92,6 +96,8 @@ class Memory:
         self._backing = parts.device_backing(layout.segment_bytes, slots, self.device)
         self.arena = MemoryArena(layout.segment_bytes, self._backing, wipe=wipe)
         host = host_arena(layout.segment_bytes, host_slots, wipe=wipe, backing=parts.host_backing)
+        self.selections = Selections(self, lambda: self._backing.whole, self._backing.stride)
+        self.policy = None if policy is None else self.selections.require(policy)
         self.directory = Directory(self.arena, context.abi.layers, host, dropped=store.in_use.release)
         self.host = open_host_cache(self.directory)
         self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
@@ -141,6 +147,7 @@ class Memory:
             return
         self._final = self.ledger()
         self.wrapping.leave()
+        self.selections.close()
         try:
             for request in list(self._requests):
                 request.close()
@@ -158,12 +165,17 @@ class Memory:
         if self._owns_store:
             self.store.close()
 
-    def request(self) -> Request:
-        """A new, empty request. Several may be open; they share the budget."""
+    def request(self, *, mode: str | None = None, **choice: Any) -> Request:
+        """A new, empty request. Several may be open; they share the budget.
+
+        mode: "exact", or "approximate" with what `attach` was told and `choice` changes of it: fields of
+        `SelectionPolicy`, e.g. `budget=Rows(256)`. Errors: as `attach`.
+        """
         promoter = self._attached()
-        history = self.new_history()
-        plan = LayerAhead(
-            [history],
+        policy = make_policy(self.policy, mode, choice)
+        row = self.new_row(policy)
+        plan = (LayerAhead if policy is None else OnDemand)(
+            [row.history],
             self.layout,
             self._backing.segment,
             promoter,
@@ -173,18 +185,29 @@ class Memory:
             windows=[rule.window for rule in self.rules],
             host=self.host,
         )
-        request = Request(self, Row(history), plan)
+        request = Request(self, row, plan, policy)
         self._requests.append(request)
         self._latest = request
         return request
 
-    def new_history(self) -> History:
-        """An empty history in this memory."""
-        return History(self.directory, self.context)
+    def new_row(self, policy: SelectionPolicy | None = None) -> Row:
+        """An empty sequence in this memory."""
+        history = History(self.directory, self.context)
+        return Row(history, None if policy is None else self.selections.frame(policy, history))
+
+    def note_hidden(self, layer: int, hidden: Any) -> None:
+        """The residual stream that enters `layer` of the model, for the request whose step it is."""
+        if self._active is not None:
+            self._active.note_hidden(layer, hidden)
 
     def generate_kwargs(self, request: Request | None = None) -> dict[str, Any]:
         """Keyword arguments for `model.generate`: those of `request`, or of a new request that becomes `latest`."""
         return (request or self.request()).generate_kwargs()
+
+    @property
+    def publisher(self) -> Publisher | None:
+        """What writes sealed chunks; `None` for a store that cannot be written."""
+        return self._publisher
 
     @property
     def latest(self) -> Request:
@@ -214,7 +237,7 @@ class Memory:
         """
         inner = self._inner()
         request = self.require_own(request or self.request())
-        ids = prompt_ids(token_ids, self.max_positions)
+        ids = prompt_ids(token_ids, request.max_positions)
         if request.token_ids != ids[: request.frontier]:
             raise ConfigurationError(
                 Reason.TOKENS_DIFFER, "the request's rows belong to other tokens than the prompt's"
@@ -238,43 +261,21 @@ class Memory:
         before the search is saved.
         Errors: `StoreError` when the store is full or read-only, `SessionError` for a name that is not legal.
         """
-        inner = self._inner()
-        request = self.require_own(request or self.latest)
-        sequence = request.row if row is None else request.row_at(row)
-        request.keep_drafts()
-        request.replay(inner, ())
-        while True:
-            try:
-                receipt = save_session(sequence.history, self._publisher, self.store, self.layout, name, self.clock)
-                break
-            except DamagedError as error:
-                request.recover(inner, error)
-        self.log.saved(receipt)
-        return receipt
+        return save_request(self, self._inner(), self.require_own(request or self.latest), name, row)
 
     def restore(
-        self, name: str, token_ids: Sequence[int] | None = None, *, sequence: int | None = None
+        self, name: str, token_ids: Sequence[int] | None = None, *, sequence: int | None = None, **choice: Any
     ) -> tuple[Request, RestoreReceipt]:
         """A new request with the rows of a saved session, and what came back.
 
         token_ids: the prompt that will be continued; rows are restored as far as it agrees with the snapshot, and its
         last token is always left to compute. Without it, all rows of the snapshot. Headers are verified now, rows when
-        they are read; what cannot be used is recomputed and named in the receipt.
+        they are read; what cannot be used is recomputed and named in the receipt. choice: as for `request`; rows that
+        were computed over a part of the history come back only to a request of the same policy.
         Errors: `SessionError` when there is no such session or its manifest is damaged.
         """
         self._attached()
-        wanted = None if token_ids is None else [int(token) for token in token_ids]
-        try:
-            request, receipt = self._restore(name, wanted, sequence)
-        except BudgetError:
-            self.take_memory(None)
-            request, receipt = self._restore(name, wanted, sequence)
-        self.log.restored(receipt)
-        request.row.restored_tokens = receipt.restored_tokens
-        if receipt.reason not in (None, Reason.TOKENS_DIFFER):
-            missing = receipt.wanted_tokens - receipt.restored_tokens
-            request.recomputes.append(Recompute(receipt.restored_tokens, missing, receipt.reason, receipt.detail))
-        return request, receipt
+        return restore_request(self, name, token_ids, sequence, choice)
 
     def ledger(self) -> Ledger:
         """Every byte and second so far, over all open requests; after the block, as it stood when the block ended."""
@@ -303,11 +304,11 @@ class Memory:
             request.plan.dirty = True
             self._active = request
         try:
-            request.plan.begin_step(*rows)
+            request.begin_step(rows)
         except BudgetError:
             if not self.take_memory(request):
                 raise
-            request.plan.begin_step(*rows)
+            request.begin_step(rows)
 
     def reclaim(self) -> None:
         """After an interruption: take back slots that were reserved and never noted. Blocks for reads under way."""
@@ -351,20 +352,15 @@ class Memory:
             for row in request.rows:
                 row.finished = False
 
-    def _restore(self, name: str, wanted: list[int] | None, sequence: int | None) -> tuple[Request, RestoreReceipt]:
+    @contextlib.contextmanager
+    def keeping_latest(self) -> Iterator[None]:
+        """A block that fails leaves `latest` as it was."""
         latest = self._latest
-        request = self.request()
         try:
-            decide = None if self.gating is None else self.gating.restore
-            receipt = restore_session(
-                request.history, self.store, self.layout, name, wanted, sequence, self.clock, decide
-            )
+            yield
         except BaseException:
-            request.close()
             self._latest = latest
-            self.reclaim()
             raise
-        return request, receipt
 
     def take_memory(self, request: Request | None) -> bool:
         """Let all requests but `request` give up what they can; whether there are any."""

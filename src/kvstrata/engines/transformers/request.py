@@ -11,7 +11,9 @@ from kvstrata.contract.receipts import Recompute, StepReceipt
 from kvstrata.engines.transformers.cache import RequestCache
 from kvstrata.engines.transformers.inputs import Columns, OutputView, Span, skip_known, slices, take_source
 from kvstrata.engines.transformers.row import Row
+from kvstrata.engines.transformers.selections import attend_span, begin_choosing, reads_beyond
 from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
+from kvstrata.methods.policy import SelectionPolicy
 from kvstrata.placement.layer_ahead import LayerAhead
 from kvstrata.store.history import History
 
@@ -30,11 +32,13 @@ class Request:
     """Rows of one sequence, or of several that are computed together. Made by `Memory.request` or `Memory.restore`;
     closed with the memory.
 
-    rows: the sequences. cache: what Transformers gets as `past_key_values`. recomputes: rows that were computed again.
+    rows: the sequences. policy: what it may leave out, or `None` for an exact request. cache: what Transformers gets as
+    `past_key_values`. recomputes: rows that were computed again.
     """
 
-    def __init__(self, memory: Memory, row: Row, plan: LayerAhead) -> None:
+    def __init__(self, memory: Memory, row: Row, plan: LayerAhead, policy: SelectionPolicy | None = None) -> None:
         self.memory = memory
+        self.policy = policy
         self.rows = [row]
         self.plan = plan
         self.cache = RequestCache(self, memory.context.abi.layers)
@@ -106,7 +110,7 @@ class Request:
         self._align(int(source.shape[0]))
         if self._drafts:
             source = skip_known(source, self.rows, kwargs)
-        columns = Columns.take(source, self.rows, kwargs, self.memory.max_positions)
+        columns = Columns.take(source, self.rows, kwargs, self.max_positions)
         view = OutputView.take(kwargs, columns.count, self.memory.model.config)
         self.replay(inner, ())
         drafts = columns.count if view.kept is None else len(view.kept) - 1
@@ -151,21 +155,36 @@ class Request:
             raise self._skipped(f"layer {layer} came after {self._layers_done} of {self.plan.layers} layers")
         tables = self.plan.before_layer(layer)
         batch, columns = query.shape[0], query.shape[2]
-        attention = self.memory.attention
+        rule = scale, window, sinks
         if len(self._spans) == batch == 1 and self._spans[0].rows == columns:
             (span,) = self._spans
             table = tables[self._place(span)]
-            output = attention(query, key, value, table, span.start, scale, window, sinks)
+            output = attend_span(self.memory, span, layer, query, key, value, table, *rule)
         else:
             output = query.new_zeros(batch, columns, query.shape[1], query.shape[3])
             for span in self._spans:
                 own = slice(span.batch, span.batch + 1)
                 q, k, v = (tensor[own][:, :, span.columns] for tensor in (query, key, value))
                 table = tables[self._place(span)]
-                output[span.batch, span.columns] = attention(q, k, v, table, span.start, scale, window, sinks)[0]
+                output[span.batch, span.columns] = attend_span(self.memory, span, layer, q, k, v, table, *rule)[0]
         self.plan.after_layer(layer)
         self._layers_done += 1
         return output
+
+    def begin_step(self, rows: Sequence[int]) -> None:
+        """Plan a step of `rows` rows of each sequence. Errors: as `LayerAhead.begin_step`."""
+        begin_choosing(self.plan, self.rows, rows)
+
+    def note_hidden(self, layer: int, hidden: torch.Tensor) -> None:
+        """The residual stream [batch, columns, hidden_size] that enters `layer` in this step."""
+        for span in self._spans or ():
+            if span.row.frame is not None:
+                span.row.frame.note_hidden(layer, hidden[span.batch, span.columns])
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest history in tokens; `None` for no limit."""
+        return None if reads_beyond([self.policy]) else self.memory.max_positions
 
     def recover(self, inner: Forward, error: DamagedError) -> None:
         """Revoke the damaged chunk and compute its rows, and those after it, again from the tokens.
@@ -274,7 +293,7 @@ class Request:
     def _align(self, batch: int) -> None:
         """A row for each sequence of a first batch; all as wide as the shortest, should a step have been cut short."""
         if len(self.rows) == 1 < batch and not self.rows[0].width:
-            self.rows += [Row(self.memory.new_history()) for _ in range(batch - 1)]
+            self.rows += [self.memory.new_row(self.policy) for _ in range(batch - 1)]
             self.plan.replace([row.history for row in self.rows])
         width = self.width
         for row in self.rows:
@@ -336,10 +355,13 @@ class Request:
                 raise
             break
         self._spans = None
+        frames = [span.row.frame for span in spans if span.row.frame is not None]
+        # Before rows are sealed: those that were computed over a part get a lineage of their own.
+        receipts = tuple(frame.end_step() for frame in frames)
         sealed = [record for span in spans for record in span.row.history.commit(span.rows, span.ids)]
         for record in sealed:
             self.memory.publish(record)
-        self.last_step = self.plan.end_step(len(sealed))
+        self.last_step = self.plan.end_step(len(sealed), receipts)
         self.memory.log.step(self.last_step)
         if len(spans) == 1:
             seconds = self.memory.clock() - began - self.last_step.stall_s
@@ -353,6 +375,9 @@ class Request:
 
     def _abort(self) -> None:
         self._spans = None
+        for row in self.rows:
+            if row.frame is not None:
+                row.frame.abort_step()
         self.plan.abort_step()
 
 

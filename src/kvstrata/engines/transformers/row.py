@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstrata.placement.selecting import Selecting
 from kvstrata.store.history import History
 
 __all__ = ["Row"]
@@ -12,11 +13,12 @@ class Row:
 
     history: its rows. padding: columns that the attention mask hid. beyond: columns that came after `generate` had
     finished the sequence. drafting: rows from `history.hold` on are drafts, which the next call or a save keeps.
-    restored_tokens: rows that came from a session.
+    restored_tokens: rows that came from a session. frame: what chooses its rows, or `None` where all are read.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, frame: Selecting | None = None) -> None:
         self.history = history
+        self.frame = frame
         self._debt: tuple[int, list[int]] = (0, [])
         self.padding: list[int] = []
         self.beyond: list[int] = []
@@ -96,7 +98,7 @@ class Row:
         history = self.history.fork()
         if history is None:
             return None
-        other = Row(history)
+        other = Row(history, None if self.frame is None else self.frame.fork(history))
         other._debt, other.padding, other.beyond = self._debt, list(self.padding), list(self.beyond)
         other.finished, other.drafting, other.restored_tokens = self.finished, self.drafting, self.restored_tokens
         return other

@@ -1,0 +1,381 @@
+"""The frame that calls methods: from a step's queries to the rows that enter attention, for one sequence.
+
+    append -> select (or what was predicted a layer ahead) -> expand, drop duplicates, check -> bring in -> attend
+
+A layer attends to everything while the history is short, where the policy says so, and whenever a fallback asks for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstrata.contract.budget import CapFallback, EstimatedMass, Threshold
+from kvstrata.contract.method import ComputeSite
+from kvstrata.contract.selection_receipts import LayerOutcome, SelectionReceipt, StageTimes
+from kvstrata.errors import Reason, RetrievalError
+from kvstrata.kernels.block_table import BlockTable
+from kvstrata.methods.interface import Geometry, Index, Method, StepRows
+from kvstrata.methods.policy import SelectionPolicy
+from kvstrata.methods.selection import Selection
+from kvstrata.placement.expansion import Support, expand
+from kvstrata.placement.method_context import FrameContext
+from kvstrata.placement.near_data import HostRows
+from kvstrata.placement.on_demand import OnDemand
+from kvstrata.placement.selection_log import SelectionLog, count_rows, greatest_estimate
+from kvstrata.placement.support_attention import SupportAttention
+from kvstrata.ports import Clock, ModelView
+from kvstrata.store.history import History
+
+__all__ = ["Selecting"]
+
+
+class Selecting:
+    """Selections of one history. Used by one thread: begin_step, then for every layer in order `ahead`, and `attend`
+    or `after_exact`; then end_step, or abort_step.
+
+    basis: what `Method.prepare` has made for the model. Attributes: chosen: layers that choose in this step.
+    """
+
+    def __init__(
+        self,
+        policy: SelectionPolicy,
+        geometry: Geometry,
+        attention: SupportAttention,
+        history: History,
+        clock: Clock,
+        basis: object = None,
+        view: ModelView | None = None,
+    ) -> None:
+        self.policy = policy
+        self.geometry = geometry
+        self.history = history
+        self.method: Method[Any] = policy.method
+        self.context = FrameContext(policy, geometry, self, basis, view)
+        self.chosen: frozenset[int] = frozenset()
+        self._attention = attention
+        self._clock = clock
+        self._dense = policy.dense(geometry)
+        self._near = HostRows(history.directory)
+        self._site = policy.site or self.method.contract.site
+        self._indexes: list[Index | None] = [None] * geometry.layers
+        self._built = [False] * geometry.layers
+        self._observed = [0] * geometry.layers
+        self._predicted: dict[int, tuple[Selection, float]] = {}
+        layout = attention.layout
+        self._log = SelectionLog(policy, geometry, self._site, 2 * layout.head_dim * layout.itemsize)
+        self._outcomes: list[LayerOutcome | None] = []
+        self._exact_rows_from: tuple[int, str] | None = None
+        self._plan: OnDemand | None = None
+        self._place = 0
+
+    def begin_step(self, rows: int) -> frozenset[int]:
+        """The layers that choose in a step of `rows` rows; what was taken back since the last one is forgotten."""
+        start = self.history.frontier
+        cut = self.history.cut_at
+        self.history.cut_at = None
+        self._rewind(start if cut is None else min(cut, start))
+        self.context.begin_step(start, rows)
+        self._log.begin()
+        self._predicted = {}
+        self._outcomes = [self._reads_all(layer, start, rows) for layer in range(self.geometry.layers)]
+        self.chosen = frozenset(layer for layer, outcome in enumerate(self._outcomes) if outcome is None)
+        return self.chosen
+
+    def bind(self, plan: OnDemand, place: int) -> None:
+        """The plan of the step, and the place of this history in it."""
+        self._plan, self._place = plan, place
+
+    def note_hidden(self, layer: int, hidden: Tensor) -> None:
+        """The residual stream [rows, hidden_size] of this sequence that enters `layer`."""
+        self.context.note_hidden(layer, hidden)
+
+    def ahead(self, layer: int) -> None:
+        """Before `layer` attends: let the method choose for the layer after it, and begin to bring that in."""
+        coming = layer + 1
+        index = self._indexes[coming] if coming < self.geometry.layers else None
+        if coming not in self.chosen or index is None or not self.context.has_hidden(layer):
+            return
+        start = self._clock()
+        self.context.enter(coming)
+        selection = self.method.speculate(self.context, coming, index, self.context.hidden(layer))
+        if selection is not None:
+            support = self._expand(index, selection)
+            wanted, _ = self._chunks(coming, support)
+            self._require_plan().fetch(coming, self._place, wanted)
+            self._predicted[coming] = selection, self._clock() - start
+
+    def attend(self, layer: int, rows: StepRows, table: BlockTable, sinks: Tensor | None = None) -> Tensor | None:
+        """Attention [rows, query_heads, head_dim] of the step's rows over what is chosen, in their dtype.
+
+        The rows are in `table` already. sinks: learned sink logits [query_heads]. Blocks until the rows are there.
+        `None` when a fallback asks for exact attention; every row is there then. Errors: `RetrievalError` where the
+        policy refuses, and for a selection that does not hold; those of reading.
+        """
+        times = [self._clock()]
+        self.context.enter(layer)
+        index = self._indexes[layer]
+        assert index is not None
+        index = self._indexes[layer] = self.method.append(self.context, layer, index, rows)
+        times.append(self._clock())
+        selection, speculated = self._predicted.pop(layer, (None, 0.0))
+        if selection is None:
+            selection = self.method.select(self.context, layer, index, rows)
+        outcome = self._capped(selection)
+        support = self._expand(index, selection)
+        times.append(self._clock())
+        plan, near = self._require_plan(), dict[int, Tensor]()
+        missing = self._missing(layer)
+        if outcome.exact:
+            wanted = list(range(len(self.history.chunks)))
+        else:
+            wanted, near = self._chunks(layer, support)
+        output, near_rows = None, 0
+        try:
+            self._log.charge(plan.arrive(layer, self._place, wanted).read_bytes(plan.lower))
+            times.append(self._clock())
+            if not outcome.exact:
+                output = self._compute(layer, rows, table, selection, support, index, near, sinks, times)
+                near_rows = count_rows(self._attention.rows(support), self._chunk_tokens, near)
+        finally:
+            self._near.give_back()
+        times.append(self._clock())
+        self._outcomes[layer] = outcome
+        self._log.chosen(
+            layer,
+            outcome,
+            index,
+            selection,
+            support,
+            not_ready=count_rows(support.rows, self._chunk_tokens, missing - near.keys()),
+            not_resident=self._chunk_tokens * len(self._missing(layer)),
+            near_rows=near_rows,
+            times=_stages(times, speculated),
+            estimate=greatest_estimate(selection),
+        )
+        return output
+
+    def after_exact(self, layer: int, rows: StepRows) -> None:
+        """`layer` has attended to everything: show the method, and let its index grow or be built."""
+        outcome = self._outcomes[layer]
+        if outcome is None or outcome in (LayerOutcome.CAP, LayerOutcome.GATE):
+            return
+        start = self._clock()
+        self.context.enter(layer)
+        index = self._indexes[layer]
+        times = StageTimes()
+        if outcome is not LayerOutcome.DENSE:
+            if self._built[layer] and index is not None and index.frontier == rows.start:
+                index = self.method.append(self.context, layer, index, rows)
+                times = StageTimes(append=self._clock() - start)
+            else:
+                index = self.method.observe(self.context, layer, index, rows)
+                if self._observed[layer] == rows.start:
+                    self._observed[layer] = rows.stop
+                if outcome is LayerOutcome.BUILDING:
+                    index = self.method.build(self.context, layer, index)
+                    index.frontier = rows.stop
+                    self._built[layer] = True
+                times = StageTimes(build=self._clock() - start)
+            self._indexes[layer] = index
+        self._log.exact(layer, outcome, index, rows.stop, times)
+
+    def end_step(self) -> SelectionReceipt:
+        """The step's receipt. Rows that it computed have another lineage from now on, if it left any out."""
+        receipt = self._log.receipt()
+        if receipt.chose and self._exact_rows_from is None:
+            parent = self.history.context.lineage
+            self._exact_rows_from = self.history.sealed, parent
+            self.history.context = dataclasses.replace(self.history.context, lineage=self.policy.lineage(parent))
+        return receipt
+
+    def abort_step(self) -> None:
+        """The step ended early. What the indexes learned in it is forgotten when the next one begins."""
+        self._near.give_back()
+        self._predicted.clear()
+        self.chosen = frozenset()
+
+    def fork(self, history: History) -> Selecting:
+        """The same selections for `history`, a copy of this one's."""
+        other = copy.copy(self)
+        other.history = history
+        other.context = FrameContext(self.policy, self.geometry, other, self.context.basis, self.context.view)
+        other._indexes = copy.deepcopy(self._indexes)
+        other._built, other._observed = list(self._built), list(self._observed)
+        other._near = HostRows(history.directory)
+        other._predicted = {}
+        layout = self._attention.layout
+        other._log = SelectionLog(self.policy, self.geometry, self._site, 2 * layout.head_dim * layout.itemsize)
+        return other
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of consecutive rows, for the method. Blocks until they are on the device; charged as read."""
+        plan, size = self._require_plan(), self._chunk_tokens
+        if layer in self.chosen:
+            chunks = list(range(start // size, -(-stop // size)))
+            self._log.charge(plan.arrive(layer, self._place, chunks).read_bytes(plan.lower))
+        return self._attention.read(plan.tables[self._place].layers[layer], start, stop)
+
+    def read_at(self, layer: int, rows: Tensor) -> Tensor:
+        """Keys of single rows, for the method: as `read`, or where they lie if it computes near the data."""
+        plan = self._require_plan()
+        wanted, near = self._device_and_near(layer, self._named_chunks(rows))
+        if layer in self.chosen:
+            self._log.charge(plan.arrive(layer, self._place, wanted).read_bytes(plan.lower))
+        tables = plan.tables[self._place]
+        slots = torch.from_numpy(tables.slots(layer)).to(rows.device)
+        here = self._attention.gather(
+            tables.layers[layer], slots, rows, None if not near else ~self._lies_in(rows, near)
+        )
+        keys = here.keys.masked_fill(~here.visible.unsqueeze(-1), 0.0)
+        if near:
+            there = self._attention.gather_near(near, rows)
+            keys = torch.where(there.visible.unsqueeze(-1), there.keys, keys)
+        return keys
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of all indexes."""
+        return sum(index.nbytes for index in self._indexes if index is not None)
+
+    def _reads_all(self, layer: int, start: int, rows: int) -> LayerOutcome | None:
+        visible, contract = start + rows, self.method.contract
+        if layer in self._dense:
+            return LayerOutcome.DENSE
+        if rows > 1 and not contract.selects_in_prefill:
+            return LayerOutcome.PREFILL
+        if visible < self.policy.min_history:
+            return LayerOutcome.SHORT
+        if not contract.rebuilds and not self._built[layer] and self._observed[layer] < start:
+            return LayerOutcome.MISSING
+        index = self._indexes[layer]
+        if not self._built[layer] or index is None or index.frontier != start:
+            return LayerOutcome.BUILDING
+        self.context.enter(layer)
+        return LayerOutcome.COVERED if self.context.limit >= visible else None
+
+    def _rewind(self, frontier: int) -> None:
+        if self._exact_rows_from is not None and frontier <= self._exact_rows_from[0]:
+            # Nothing is left of the rows that were computed over a part.
+            self.history.context = dataclasses.replace(self.history.context, lineage=self._exact_rows_from[1])
+            self._exact_rows_from = None
+        for layer, index in enumerate(self._indexes):
+            self._observed[layer] = min(self._observed[layer], frontier)
+            if index is not None and self._built[layer] and index.frontier > frontier:
+                shorter = self.method.truncate(index, frontier)
+                self._indexes[layer], self._built[layer] = shorter, shorter is not None
+
+    def _capped(self, selection: Selection) -> LayerOutcome:
+        budget = self.context.budget
+        if not selection.capped or not isinstance(budget, Threshold | EstimatedMass):
+            return LayerOutcome.SELECTED
+        if budget.on_cap is CapFallback.EXACT:
+            return LayerOutcome.CAP
+        if budget.on_cap is CapFallback.REFUSE:
+            raise RetrievalError(
+                Reason.SELECTION_CAPPED,
+                f"more than the cap of {budget.cap} rows were wanted under {budget}",
+                "pass a higher cap, or on_cap=CapFallback.EXACT or TRUNCATE",
+                field="budget.cap",
+            )
+        return LayerOutcome.SELECTED
+
+    def _expand(self, index: Index, selection: Selection) -> Support:
+        context = self.context
+        return expand(
+            self.method,
+            index,
+            selection,
+            self.geometry,
+            context.persistent,
+            context.visible,
+            None if context.first == context.visible else context.first,
+        )
+
+    def _chunks(self, layer: int, support: Support) -> tuple[list[int], dict[int, Tensor]]:
+        """(chunks that the device must hold, segments in the host tier that are read where they lie)."""
+        size = self._chunk_tokens
+        kept = {*range(-(-support.sinks // size)), *range(support.recent // size, -(-support.visible // size))}
+        wanted, near = self._device_and_near(layer, self._named_chunks(support.rows) - kept)
+        return sorted(kept.union(wanted)), near
+
+    def _device_and_near(self, layer: int, chunks: set[int]) -> tuple[list[int], dict[int, Tensor]]:
+        near: dict[int, Tensor] = {}
+        if self._site is ComputeSite.NEAR_DATA:
+            for chunk in sorted(chunks):
+                record = self.history.chunks[chunk] if chunk < len(self.history.chunks) else None
+                if record is not None and record.grants[layer] is None:
+                    segment = self._near.borrow(record, layer)
+                    if segment is not None:
+                        near[chunk] = segment
+        return sorted(chunks - near.keys()), near
+
+    def _named_chunks(self, rows: Tensor) -> set[int]:
+        named = torch.unique(rows.div(self._chunk_tokens, rounding_mode="floor")).tolist()
+        return {chunk for chunk in named if chunk >= 0}
+
+    def _lies_in(self, rows: Tensor, chunks: Collection[int]) -> Tensor:
+        wanted = torch.tensor(sorted(chunks), dtype=torch.int64, device=rows.device)
+        return torch.isin(rows.div(self._chunk_tokens, rounding_mode="floor"), wanted)
+
+    def _missing(self, layer: int) -> set[int]:
+        """Chunks that the device does not hold."""
+        return {number for number, record in enumerate(self.history.chunks) if record.grants[layer] is None}
+
+    def _compute(
+        self,
+        layer: int,
+        rows: StepRows,
+        table: BlockTable,
+        selection: Selection,
+        support: Support,
+        index: Index,
+        near: dict[int, Tensor],
+        sinks: Tensor | None,
+        times: list[float],
+    ) -> Tensor:
+        attention, turned = self._attention, selection.repositioned
+        wanted = attention.rows(support)
+        slots = torch.from_numpy(self._require_plan().tables[self._place].slots(layer)).to(wanted.device)
+        lent = self._lies_in(wanted, near) if near else None
+        parts = [attention.gather(table, slots, wanted, None if lent is None else ~lent)]
+        if near:
+            parts.append(attention.gather_near(near, wanted))
+        times.append(self._clock())
+        state = attention.persistent_state(rows, table, support, self.context.persistent.recent, turned)
+        for part in parts:
+            state = state.merge(attention.chosen_state(rows, part, support, turned))
+        if sinks is not None:
+            state = state.with_sinks(sinks.float().unsqueeze(-1))
+        output = state.output()
+        if selection.correction is not None:
+            share = selection.correction.share.view(-1, 1, 1)
+            value = selection.correction.value.repeat_interleave(self.geometry.group, dim=0).unsqueeze(1)
+            output = share * output + (1 - share) * value
+        if type(self.method).feedback is not Method.feedback:
+            units = selection.units.shape[1]
+            mass = sum(attention.unit_mass(rows, part, support, state, units) for part in parts)
+            assert isinstance(mass, Tensor)
+            self.method.feedback(self.context, layer, index, selection, mass)
+        return output.transpose(0, 1).to(rows.queries.dtype)
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return self.history.context.chunk_tokens
+
+    def _require_plan(self) -> OnDemand:
+        assert self._plan is not None, "a step began without a plan"
+        return self._plan
+
+
+def _stages(times: list[float], speculated: float) -> StageTimes:
+    """From the moments that `Selecting.attend` noted: begin, append, select, fetch, then gather and the end."""
+    append, select, fetch, *rest = (after - before for before, after in itertools.pairwise(times))
+    gather, attend = rest if len(rest) == 2 else (0.0, sum(rest))
+    return StageTimes(append=append, speculate=speculated, select=select, fetch=fetch, gather=gather, attend=attend)
