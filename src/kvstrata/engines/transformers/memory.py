@@ -196,7 +196,7 @@ class Memory:
 
     def new_row(self, policy: SelectionPolicy | None = None, shadow: LiveShadow | None = None) -> Row:
         """An empty sequence in this memory."""
-        history = self.new_history()
+        history = History(self.directory, self.context)
         return Row(history, None if policy is None else self.selections.frame(policy, history, shadow))
 
     def note_hidden(self, layer: int, hidden: Any) -> None:
