@@ -143,6 +143,39 @@ class Reason(StrEnum):
     APPROXIMATION_NOT_ALLOWED = "approximation_not_allowed"
     SELECTION_CAPPED = "selection_capped"
 
+    METHOD_MISMATCH = "method_mismatch"
+    CALIBRATION_DAMAGED = "calibration_damaged"
+    ONLINE_GATE_USES_DENSE_MASS = "online_gate_uses_dense_mass"
+    EXACT_SILENTLY_DEGRADED = "exact_silently_degraded"
+    EXACTNESS_LABEL_MISMATCH = "exactness_label_mismatch"
+    WIDEN_REPEATED = "widen_repeated"
+    RETRY_EXCEEDS_SLACK = "retry_exceeds_slack"
+    UNFINISHED_PUBLISHED = "unfinished_published"
+    OUTCOME_MISMATCH = "outcome_mismatch"
+
+    TENSOR_NOT_FINITE = "tensor_not_finite"
+    SCORE_SCALE_MISMATCH = "score_scale_mismatch"
+    PROBABILITIES_NOT_NORMALISED = "probabilities_not_normalised"
+    TOP_ROWS_MISMATCH = "top_rows_mismatch"
+    VALUE_BOUND_INVALID = "value_bound_invalid"
+    DOWNSTREAM_BOUND_INVALID = "downstream_bound_invalid"
+    MASS_LEDGER_MISMATCH = "mass_ledger_mismatch"
+    ERROR_BOUND_VIOLATED = "error_bound_violated"
+    RELATIVE_ERROR_UNCONDITIONED = "relative_error_unconditioned"
+    RECALL_NAMESPACE_MISMATCH = "recall_namespace_mismatch"
+
+    UNIT_PARTITION_INVALID = "unit_partition_invalid"
+    UNIT_OVERLAP = "unit_overlap"
+    UNIT_COVERAGE_GAP = "unit_coverage_gap"
+    UNIT_EXPANSION_MISMATCH = "unit_expansion_mismatch"
+    SELECTED_NOT_CANDIDATE = "selected_not_candidate"
+    ROW_OUT_OF_SUPPORT = "row_out_of_support"
+    SUPPORT_NOT_DEDUPLICATED = "support_not_deduplicated"
+    LEDGER_UNIT_MISMATCH = "ledger_unit_mismatch"
+    LEDGER_COLLAPSED = "ledger_collapsed"
+    LEDGER_LINE_MISSING = "ledger_line_missing"
+    TRANSFER_BYTES_MISMATCH = "transfer_bytes_mismatch"
+
 
 class KvstrataError(Exception):
     """Base of every error raised on purpose.

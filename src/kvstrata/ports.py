@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Clock", "ModelView", "ProjectionWeights", "RecomputeCost"]
+__all__ = ["Clock", "ModelView", "ProjectionWeights", "RecomputeCost", "StepLoop"]
 
 
 class Clock(Protocol):
@@ -29,6 +29,20 @@ class RecomputeCost(Protocol):
         """Model time that computes tokens [start, stop) of a history whose first `start` rows are there.
 
         Does not block. Finite and not negative; without meaning while `observations` is 0.
+        """
+        ...
+
+
+class StepLoop(Protocol):
+    """Who runs steps, as far as a step that cannot be answered yet must ask: a serving loop, or a plain wait."""
+
+    def postpone(self, retry_window_ms: float) -> None:
+        """Hold the calling step back, and return when it is to be decided again: within `retry_window_ms`.
+
+        Called before anything of the step is published: no rows, no output. Blocks; a loop that serves several requests
+        runs the others meanwhile, so that the load which left this step no exact path can fall. The step is decided
+        anew afterwards, with what is measured then, and is postponed no more often than its gate allows. Errors:
+        whatever ends the request, e.g. `StateError` once it was closed; the step then publishes nothing.
         """
         ...
 
