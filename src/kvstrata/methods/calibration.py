@@ -206,8 +206,10 @@ def calibrate(
 ) -> Calibration:
     """Make the artefact of `method` on the model of `context`.
 
-    bins: at most so many for each curve, of about equally many samples, and fewer where samples are few. per_layer: a curve for each layer beside the
-    one for all. Errors: `ConfigurationError` without samples, or for a confidence outside (0, 1).
+    bins: at most so many for each curve, of about equally many samples, and fewer where samples are few. per_layer: a
+    curve for each layer beside the one for all.
+
+    Errors: `ConfigurationError` without samples, or for a confidence outside (0, 1).
     """
     if not 0 < confidence < 1:
         raise _invalid("confidence", confidence, "more than 0 and less than 1")
