@@ -95,6 +95,7 @@ def _members(name: str, change: Callable[[list[list[int]]], list[list[int]]]) ->
         live = scene.methods[name]
         members = change([list(rows) for rows in live.method.members])
         live.index, live.units = MembersIndex(members, live.index.frontier), len(members)
+        live.selection, live.candidates = replace(live.selection, units=torch.tensor([[0]])), (0,)
         return scene.report(name)
 
     return provoke
