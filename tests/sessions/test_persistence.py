@@ -106,7 +106,6 @@ def test_a_prompt_cuts_what_comes_back(store: Store) -> None:
         ("model.weights_generation", make_context(model=ModelIdentity("id:test", (), 1))),
         ("position.theta", make_context(position=PositionRule("default", 20000.0))),
         ("namespace.salt", make_context(namespace=Namespace("default", "pepper"))),
-        ("lineage", make_context(lineage="blake3:1234")),
     ],
 )
 def test_another_context_gets_nothing(store: Store, field: str, context: ChunkContext) -> None:

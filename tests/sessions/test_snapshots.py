@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstrata.contract.identity import Namespace
 from kvstrata.errors import ConfigurationError, Reason, SessionError, StoreError
-from kvstrata.sessions.snapshots import Snapshot, chunk_identities
+from kvstrata.sessions.snapshots import SNAPSHOT_FORMAT, Snapshot, chunk_identities
 
 
 def make_snapshot(tokens: int = 300, frontier: int | None = None, **changes: Any) -> Snapshot:
@@ -101,7 +101,7 @@ def test_something_else_is_damage(raw: bytes) -> None:
 
 def test_a_newer_format_is_told_apart_from_damage() -> None:
     with pytest.raises(StoreError) as refusal:
-        Snapshot.decode(_rewritten({}, version=2), "here")
+        Snapshot.decode(_rewritten({}, version=SNAPSHOT_FORMAT + 1), "here")
     assert refusal.value.reason is Reason.STORE_FORMAT_NEWER
 
 

@@ -63,6 +63,7 @@ class Threshold:
         if not (_is_number(self.margin) and math.isfinite(self.margin) and self.margin >= 0):
             raise _invalid("Threshold.margin", self.margin, "a finite number of at least 0")
         _require_count("Threshold.cap", self.cap)
+        _require_fallback("Threshold.on_cap", self.on_cap)
 
     def limit(self, visible: int) -> int:
         """Rows out of `visible` that the cap allows."""
@@ -84,6 +85,7 @@ class EstimatedMass:
     def __post_init__(self) -> None:
         _require_share("EstimatedMass.mass", self.mass)
         _require_count("EstimatedMass.cap", self.cap)
+        _require_fallback("EstimatedMass.on_cap", self.on_cap)
 
     def limit(self, visible: int) -> int:
         """Rows out of `visible` that the cap allows."""
@@ -124,6 +126,11 @@ def _require_count(field: str, value: int) -> None:
 def _require_share(field: str, value: float) -> None:
     if not (_is_number(value) and 0 < value <= 1):
         raise _invalid(field, value, "more than 0 and at most 1")
+
+
+def _require_fallback(field: str, value: object) -> None:
+    if not isinstance(value, CapFallback):
+        raise _invalid(field, value, f"one of {', '.join(f'CapFallback.{member.name}' for member in CapFallback)}")
 
 
 def _is_whole(value: object) -> bool:

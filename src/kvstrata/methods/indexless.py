@@ -24,3 +24,9 @@ class IndexlessMethod(Method[Index]):
         index.frontier = rows.stop
         index.generation += 1
         return index
+
+    def truncate(self, index: Index, frontier: int) -> Index:
+        """The same index, its frontier moved back."""
+        index.frontier = frontier
+        index.generation += 1
+        return index

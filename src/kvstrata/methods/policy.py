@@ -57,11 +57,10 @@ class SelectionPolicy:
         """Hexadecimal digest over method, version, configuration and all settings here."""
         return digest("selection-policy/1", (self.method.digest, self)).hex()
 
-    def lineage(self, parent: str) -> str:
-        """The lineage of rows computed under this policy over rows of lineage `parent`."""
-        if parent.startswith("policy:") and self.digest in parent:
-            return parent
-        return f"policy:{digest('lineage/1', (parent, self.digest)).hex()[:16]}:{self.digest}"
+    @property
+    def lineage(self) -> str:
+        """The lineage of rows computed under this policy, over exact rows or over others of the same lineage."""
+        return f"policy:{self.digest}"
 
     def budget_of(self, layer: int) -> SelectionBudget:
         """The budget of `layer`."""

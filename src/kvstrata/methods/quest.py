@@ -56,7 +56,8 @@ class PageRule(StrEnum):
 class PageExtrema(Index):
     """Smallest and largest key of every page, channel by channel, in the keys' dtype.
 
-    Page p holds the rows [p * page_size, (p + 1) * page_size); the last one may be short, and grows in place.
+    Page p holds the rows [p * page_size, (p + 1) * page_size); the last one may be short, and grows in place. Its keys
+    are kept, so that rows can be taken back.
     """
 
     def __init__(self, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -64,6 +65,7 @@ class PageExtrema(Index):
         # [kv_heads, room for pages, head_dim]; the extrema of no rows are the neutral elements.
         self._low = torch.full((kv_heads, 0, head_dim), torch.inf, dtype=dtype, device=device)
         self._high = -self._low
+        self._last = torch.zeros(kv_heads, 0, head_dim, dtype=dtype, device=device)
 
     @property
     def pages(self) -> int:
@@ -103,8 +105,23 @@ class PageExtrema(Index):
             padded = torch.nn.functional.pad(keys, (0, 0, start - first * size, last * size - stop), value=filler)
             paged = padded.reshape(keys.shape[0], last - first, size, keys.shape[2])
             extrema[:, first:last] = merge(extrema[:, first:last], reduce(paged, dim=2))
+        # A copy, since what is left of the two may be a view of many more rows.
+        self._last = torch.cat([self._last, keys], dim=1)[:, max(0, last - 1) * size - stop :].clone()
         self.frontier = stop
         self.generation += 1
+
+    def shorten(self, frontier: int) -> bool:
+        """Take back the rows from `frontier` on, if the last page began before or a page ends there; else `False`."""
+        size, first = self.page_size, self.frontier - self._last.shape[1]
+        if not 0 < frontier <= self.frontier or (frontier <= first and frontier % size):
+            return False
+        self._last = self._last[:, : max(0, frontier - first)]
+        self.frontier = frontier
+        self._low, self._high = self.low, self.high
+        if self._last.shape[1]:
+            self._low[:, -1], self._high[:, -1] = self._last.amin(1), self._last.amax(1)
+        self.generation += 1
+        return True
 
     def bounds(self, queries: Tensor) -> Tensor:
         """Upper bounds fp32 [query_heads, pages] of q . k, without the scale, for `queries` [query_heads, rows, dim].
@@ -179,6 +196,10 @@ class Quest(Method[PageExtrema]):
         """The same index, changed in place. Errors: `RetrievalError` unless the rows continue it."""
         index.extend(rows.start, rows.keys)
         return index
+
+    def truncate(self, index: PageExtrema, frontier: int) -> PageExtrema | None:
+        """The same index, changed in place, where the rows left over end in its last page or with a page."""
+        return index if index.shorten(frontier) else None
 
     def select(self, ctx: MethodContext, layer: int, index: PageExtrema, rows: StepRows) -> Selection:
         """Pages with rows in the region. The estimate weighs each page as if all its rows reached the bound: neither

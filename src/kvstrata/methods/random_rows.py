@@ -46,6 +46,7 @@ class RandomRows(IndexlessMethod):
         first, stop = ctx.region
         region = max(0, stop - first)
         generator = ctx.generator(layer, f"random rows/{self.seed}/{rows.start}")
-        order = torch.rand(ctx.geometry.kv_heads, region, generator=generator).sort(-1, stable=True).indices
+        keys = torch.rand(ctx.geometry.kv_heads, region, generator=generator)
+        order = torch.sort(keys, dim=-1, stable=True).indices
         units = first + order[:, : min(ctx.allowance, region)]
         return Selection(Owner.KV_HEAD, units.to(rows.queries.device), candidates=region)

@@ -21,6 +21,7 @@ METHODS: typing.Mapping[str, str] = types.MappingProxyType(
     {
         "exact_top_k": "kvstrata.methods.exact_top_k:ExactTopK",
         "infinigen": "kvstrata.methods.infinigen:InfiniGen",
+        "infinigen_keys": "kvstrata.methods.infinigen:InfiniGenFromKeys",
         "infllm": "kvstrata.methods.infllm:InfLLM",
         "magicpig": "kvstrata.methods.magicpig:MagicPIG",
         "quest": "kvstrata.methods.quest:Quest",

@@ -20,13 +20,17 @@ class Repositioned:
     """Queries and keys turned to other positions, used for the chosen rows in place of the actual ones.
 
     query: [query_heads, rows, head_dim] of the step's rows. keys: [kv_heads, n, head_dim] of the rows that `rows_of`
-    names for the chosen units, in that order. sink_keys: [kv_heads, sinks, head_dim], where the persistent first rows
-    are turned too; `None` where they are attended as they are.
+    names for the chosen units, in that order; [query_heads, n, head_dim] where the selections are those of query heads.
+    sink_keys: [kv_heads, sinks, head_dim] of the sinks that the step's first row has, which then meet `query` as well;
+    `None` leaves them to the actual query and keys. leaving_keys: [kv_heads, m, head_dim] of the m rows from the first
+    recent row of the step's first query on, which leave the recent rows while the step goes on: queries that have them
+    no more among their recent rows may meet them through `query`; `None` where there are none, or nobody may.
     """
 
     query: Tensor
     keys: Tensor
     sink_keys: Tensor | None = None
+    leaving_keys: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ A layer attends to everything while the history is short, where the policy says 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Collection
 from typing import Any
@@ -71,7 +70,6 @@ class Selecting:
         layout = attention.layout
         self._log = SelectionLog(policy, geometry, self._site, 2 * layout.head_dim * layout.itemsize)
         self._outcomes: list[LayerOutcome | None] = []
-        self._exact_rows_from: tuple[int, str] | None = None
         self._plan: OnDemand | None = None
         self._place = 0
 
@@ -154,7 +152,7 @@ class Selecting:
             selection,
             support,
             not_ready=count_rows(support.rows, self._chunk_tokens, missing - near.keys()),
-            not_resident=self._chunk_tokens * len(self._missing(layer)),
+            not_resident=self._chunk_tokens * len(missing),
             near_rows=near_rows,
             times=_stages(times, speculated),
             estimate=greatest_estimate(selection),
@@ -189,10 +187,8 @@ class Selecting:
     def end_step(self) -> SelectionReceipt:
         """The step's receipt. Rows that it computed have another lineage from now on, if it left any out."""
         receipt = self._log.receipt()
-        if receipt.chose and self._exact_rows_from is None:
-            parent = self.history.context.lineage
-            self._exact_rows_from = self.history.sealed, parent
-            self.history.context = dataclasses.replace(self.history.context, lineage=self.policy.lineage(parent))
+        if receipt.chose:
+            self.history.turn_approximate(self.policy.lineage)
         return receipt
 
     def abort_step(self) -> None:
@@ -261,10 +257,6 @@ class Selecting:
         return LayerOutcome.COVERED if self.context.limit >= visible else None
 
     def _rewind(self, frontier: int) -> None:
-        if self._exact_rows_from is not None and frontier <= self._exact_rows_from[0]:
-            # Nothing is left of the rows that were computed over a part.
-            self.history.context = dataclasses.replace(self.history.context, lineage=self._exact_rows_from[1])
-            self._exact_rows_from = None
         for layer, index in enumerate(self._indexes):
             self._observed[layer] = min(self._observed[layer], frontier)
             if index is not None and self._built[layer] and index.frontier > frontier:

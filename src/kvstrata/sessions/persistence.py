@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-from kvstrata.contract.identity import ChunkContext, ChunkIdentity, first_difference
+from kvstrata.contract.identity import EXACT, ChunkContext, ChunkIdentity, first_difference
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import RestoreReceipt, SaveReceipt
 from kvstrata.contract.states import FileReplicaState
@@ -83,7 +84,10 @@ def save_session(
         chunks.append(tail.digest)
         written += 0 if receipt.outcome is WriteOutcome.ALREADY_PRESENT else receipt.payload_bytes
     rows = history.committed
-    snapshot = sessions.save(name, history.context, history.token_ids[:rows], chunks, rows)
+    began = history.approximate_from
+    context = history.context if began is None or began < rows else replace(history.context, lineage=EXACT)
+    began = began if context is history.context else None
+    snapshot = sessions.save(name, context, history.token_ids[:rows], chunks, rows, began)
     total = history.directory.layers * (
         len(history.chunks) * layout.segment_bytes + (payload_bytes(layout, len(tail.token_ids)) if tail else 0)
     )
@@ -99,18 +103,21 @@ def restore_session(
     sequence: int | None = None,
     clock: Clock = time.perf_counter,
     decide: Callable[[int], RestoreDecision] | None = None,
+    lineage: str = EXACT,
 ) -> RestoreReceipt:
     """Give the empty `history` the rows of a snapshot, as far as they can be used.
 
     token_ids: see `Memory.restore`. Opens and verifies the header of every chunk; full chunks stay in files until a
-    step reads them, rows of the open tail are read now. decide: asked whether so many rows are worth reading. Blocks.
+    step reads them, rows of the open tail are read now. decide: asked whether so many rows are worth reading. lineage:
+    rows of this one are taken as well as exact ones; of others, the exact rows before them are. Blocks.
     Errors: `SessionError` for an unknown name or a damaged manifest, `BudgetError` when the tail does not fit.
     """
     start = clock()
     snapshot = SessionStore(store).load(name, history.context.namespace.tenant, sequence)
     stored = snapshot.token_ids
     wanted = len(stored) if token_ids is None else max(0, min(len(stored), len(token_ids) - 1))
-    difference = first_difference(snapshot.context, history.context)
+    found = snapshot.context.lineage
+    difference = first_difference(replace(snapshot.context, lineage=history.context.lineage), history.context)
     reason: Reason | None = None
     detail, read, metadata = "", 0, 0
     if difference is not None:
@@ -120,6 +127,10 @@ def restore_session(
         if usable < wanted:
             reason = Reason.TOKENS_DIFFER
             detail = f"token {usable}: stored {stored[usable]}, wanted {token_ids[usable] if token_ids else '-'}"
+        exact = len(stored) if snapshot.approximate_from is None else snapshot.approximate_from
+        if found != lineage and exact < usable:
+            usable, reason = exact, Reason.LINEAGE_MISMATCH
+            detail = f"rows from {exact} on were computed over a part of the history ({found})"
         if decide is not None and usable:
             decision = decide(usable)
             if decision.verdict is RestoreVerdict.RECOMPUTE:
@@ -181,6 +192,8 @@ def _load(history: History, store: Store, layout: SegmentLayout, snapshot: Snaps
         first = index * size
         if first >= usable:
             break
+        if first == snapshot.approximate_from:
+            history.turn_approximate(snapshot.context.lineage)
         identity = ChunkIdentity(history.context, parent, first, tuple(snapshot.token_ids[first : first + size]))
         with store.tier.open(digest) as file:
             metadata += file.stored_bytes - file.nbytes

@@ -61,7 +61,13 @@ class SessionStore:
         self._now = now
 
     def save(
-        self, name: str, context: ChunkContext, token_ids: Sequence[int], chunks: Sequence[bytes], frontier: int
+        self,
+        name: str,
+        context: ChunkContext,
+        token_ids: Sequence[int],
+        chunks: Sequence[bytes],
+        frontier: int,
+        approximate_from: int | None = None,
     ) -> Snapshot:
         """Publish a new snapshot of `name`; its chunks must have been published before. Earlier snapshots stay.
 
@@ -84,7 +90,9 @@ class SessionStore:
         try:
             while True:
                 sequence = max({0, *self._sequences(folder), *taken}) + 1
-                numbered = Snapshot(name, sequence, context, ids, tuple(chunks), int(frontier), created)
+                numbered = Snapshot(
+                    name, sequence, context, ids, tuple(chunks), int(frontier), created, approximate_from
+                )
                 if self._publish(folder, numbered):
                     return numbered
                 taken.add(sequence)

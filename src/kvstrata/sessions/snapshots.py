@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blake3 import blake3
 
-from kvstrata.contract.identity import ChunkContext, ChunkIdentity
+from kvstrata.contract.identity import EXACT, ChunkContext, ChunkIdentity
 from kvstrata.errors import ConfigurationError, Reason, SessionError, StoreError
 from kvstrata.sessions.names import check_name
 
 __all__ = ["SNAPSHOT_FORMAT", "Snapshot", "chunk_identities"]
 
-SNAPSHOT_FORMAT = 1
+SNAPSHOT_FORMAT = 2
+"""Newest format that is read. Snapshots of exact rows alone are written in format 1, which older versions read too."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Snapshot:
     """One saved state of a session; immutable, and complete only together with its chunks.
 
     sequence: 1 for the first save of the name, then counting up. token_ids: the conversation, at least `frontier` long.
-    frontier: rows `[0, frontier)` of all layers are in `chunks`. created_unix: seconds since 1970.
+    frontier: rows `[0, frontier)` of all layers are in `chunks`. created_unix: seconds since 1970. approximate_from:
+    the chunk boundary from which on rows have the lineage of `context`, where that is not the exact one; those before
+    it are exact.
 
     Errors: `ConfigurationError` when the parts contradict each other, `SessionError` for an illegal name.
     """
@@ -35,6 +38,7 @@ class Snapshot:
     chunks: tuple[bytes, ...]
     frontier: int
     created_unix: float
+    approximate_from: int | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -44,7 +48,12 @@ class Snapshot:
             raise ConfigurationError(
                 Reason.INVALID_ARGUMENT, f"Snapshot.frontier={self.frontier} with {len(self.token_ids)} token ids"
             )
-        expected = tuple(item.digest for item in chunk_identities(self.context, self.token_ids[: self.frontier]))
+        if (self.approximate_from is None) is not (self.context.lineage == EXACT):
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT,
+                f"Snapshot.approximate_from={self.approximate_from} with rows of lineage {self.context.lineage!r}",
+            )
+        expected = tuple(item.digest for item in self.identities())
         if expected != self.chunks:
             raise ConfigurationError(
                 Reason.INVALID_ARGUMENT, "Snapshot.chunks are not the chunks of its context and token ids"
@@ -57,7 +66,7 @@ class Snapshot:
 
     def identities(self) -> tuple[ChunkIdentity, ...]:
         """The chunks in order of position, each with its parent and its token ids."""
-        return chunk_identities(self.context, self.token_ids[: self.frontier])
+        return chunk_identities(self.context, self.token_ids[: self.frontier], self.approximate_from or 0)
 
     def encode(self) -> bytes:
         """The only bytes that `decode` accepts for this snapshot."""
@@ -70,7 +79,10 @@ class Snapshot:
             "sequence": self.sequence,
             "token_ids": list(self.token_ids),
         }
-        outer = {"blake3": _checksum(SNAPSHOT_FORMAT, body), "format": SNAPSHOT_FORMAT, "snapshot": body}
+        version = 1
+        if self.approximate_from is not None:
+            version, body["approximate_from"] = SNAPSHOT_FORMAT, self.approximate_from
+        outer = {"blake3": _checksum(version, body), "format": version, "snapshot": body}
         return _dump(outer) + b"\n"
 
     @classmethod
@@ -98,6 +110,7 @@ class Snapshot:
                 chunks=tuple(bytes.fromhex(chunk) for chunk in body["chunks"]),
                 frontier=body["frontier"],
                 created_unix=body["created_unix"],
+                approximate_from=body.get("approximate_from"),
             )
             if snapshot.encode() != raw:
                 raise ValueError("it is not in canonical form")
@@ -110,12 +123,18 @@ class Snapshot:
         return snapshot
 
 
-def chunk_identities(context: ChunkContext, token_ids: Sequence[int]) -> tuple[ChunkIdentity, ...]:
-    """Cut `token_ids` into chunks of `context.chunk_tokens`, the last perhaps shorter, each chained to its parent."""
+def chunk_identities(
+    context: ChunkContext, token_ids: Sequence[int], approximate_from: int = 0
+) -> tuple[ChunkIdentity, ...]:
+    """Cut `token_ids` into chunks of `context.chunk_tokens`, the last perhaps shorter, each chained to its parent.
+
+    approximate_from: chunks that begin before it are exact, whatever the lineage of `context`.
+    """
     identities: list[ChunkIdentity] = []
-    parent = b""
+    exact, parent = replace(context, lineage=EXACT), b""
     for start in range(0, len(token_ids), context.chunk_tokens):
-        identity = ChunkIdentity(context, parent, start, tuple(token_ids[start : start + context.chunk_tokens]))
+        own = exact if start < approximate_from else context
+        identity = ChunkIdentity(own, parent, start, tuple(token_ids[start : start + context.chunk_tokens]))
         identities.append(identity)
         parent = identity.digest
     return tuple(identities)

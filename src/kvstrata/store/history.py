@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstrata.contract.identity import ChunkContext, ChunkIdentity
 from kvstrata.errors import Reason, StateError
@@ -35,12 +35,16 @@ class History:
     token_ids: ids of all rows, or shorter than `frontier` once rows without ids came in (`named` is False then, and
     nothing is sealed any more). chunks: sealed chunks in order. tail: open chunks in order. hold: rows from there on
     may still be taken back (drafts, beams): they are not committed, and neither sealed nor saved; `None` for no such
-    rows. cut_at: lowest position from which rows were taken back since somebody last looked, or `None`.
+    rows. approximate_from: rows from there on were computed over a part of those before them, or over such rows, and
+    are sealed under another lineage; `None` for none. cut_at: lowest position from which rows were taken back since
+    somebody last looked, or `None`.
     """
 
     def __init__(self, directory: Directory, context: ChunkContext) -> None:
         self.directory = directory
         self.context = context
+        self.approximate_from: int | None = None
+        self._exact = context
         self.frontier = 0
         self.token_ids: list[int] = []
         self.named = True
@@ -86,6 +90,15 @@ class History:
             self.tail.append(TailChunk(index, owner, tuple(grants)))
             self.version += 1
         return True
+
+    def turn_approximate(self, lineage: str) -> None:
+        """Rows that are not sealed yet, and all that come, have `lineage`, until they are taken back.
+
+        Call it before the first of them is committed. Nothing to do where such rows came before.
+        """
+        if self.approximate_from is None:
+            # Signals are not served between these stores.
+            self.approximate_from, self.context = self.sealed, replace(self.context, lineage=lineage)
 
     def commit(self, rows: int, token_ids: Sequence[int] | None) -> list[ChunkRecord]:
         """Move the frontier over `rows` rows that all layers have written; return the chunks sealed by that."""
@@ -149,7 +162,8 @@ class History:
         `None`, and nothing reserved, when the arena has too few free slots for the copy.
         """
         self.settle()
-        other = History(self.directory, self.context)
+        other = History(self.directory, self._exact)
+        other.approximate_from, other.context = self.approximate_from, self.context
         if len(self.tail) * self.directory.layers > self.directory.arena.free_slots:
             return None
         try:
@@ -191,6 +205,8 @@ class History:
         self.cut_at = position if self.cut_at is None else min(self.cut_at, position)
         # Signals are not served between these stores: rows and slots go together, or not at all.
         self._gone, (self.chunks, self.tail), self.frontier, self.version = gone, kept, position, self.version + 1
+        if self.approximate_from is not None and position <= self.approximate_from:
+            self.approximate_from, self.context = None, self._exact
         del self.token_ids[position:]
         self._sweep()
 

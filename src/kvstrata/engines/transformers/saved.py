@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvstrata.contract.identity import EXACT
 from kvstrata.contract.receipts import Recompute, RestoreReceipt, SaveReceipt
 from kvstrata.errors import BudgetError, DamagedError, Reason
 from kvstrata.sessions.persistence import restore_session, save_session
@@ -59,7 +60,15 @@ def _restore(
         try:
             decide = None if memory.gating is None else memory.gating.restore
             receipt = restore_session(
-                request.history, memory.store, memory.layout, name, wanted, sequence, memory.clock, decide
+                request.history,
+                memory.store,
+                memory.layout,
+                name,
+                wanted,
+                sequence,
+                memory.clock,
+                decide,
+                EXACT if request.policy is None else request.policy.lineage,
             )
         except BaseException:
             request.close()

@@ -1,0 +1,1 @@
+"""How well methods choose: recorded attention, the measures on it, divergence and needles."""
