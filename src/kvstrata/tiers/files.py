@@ -149,11 +149,10 @@ class FileTier:
         `StoreError` with STORE_IO or STORE_READ_ONLY when the system refuses to read.
         """
         if not self._published(chunk):
-            revoked = chunk in self._revoked
-            why = "was found damaged earlier and is not read again" if revoked else f"is not published in {self.root}"
+            why = "was found damaged" if chunk in self._revoked else "is not published"
             raise DamagedError(
                 Reason.CHUNK_MISSING,
-                f"chunk {chunk.hex()} {why}",
+                f"chunk {chunk.hex()} {why} in {self.root}",
                 "its rows are recomputed from the tokens",
                 chunk=chunk.hex(),
             )
