@@ -20,12 +20,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from kvstrata.contract.budget import SelectionBudget
 from kvstrata.contract.encoding import digest
 from kvstrata.contract.identity import ChunkContext
 from kvstrata.cost.prepublication import EstimateSource
 from kvstrata.errors import ConfigurationError, Reason, RetrievalError
 from kvstrata.methods.interface import Method
+from kvstrata.methods.selection import Selection
 
 __all__ = [
     "Calibration",
@@ -71,6 +74,12 @@ class CalibrationSample:
         for name, value in (("raw", _NO_OPINION if self.raw is None else self.raw), ("omitted", self.omitted)):
             if not 0 <= value <= 1 + 1e-6:
                 raise _invalid(f"CalibrationSample.{name}", value, "a share from 0 to 1")
+
+    @classmethod
+    def of(cls, selection: Selection, omitted: Tensor, budget: SelectionBudget, layer: int) -> CalibrationSample:
+        """The sample of a selection whose `omitted` mass, of any shape, the dense shadow has measured."""
+        raw = None if selection.estimate is None else float(selection.estimate.max())
+        return cls(raw, float(omitted.max()), budget_key(budget), layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +216,9 @@ def calibrate(
     """Make the artefact of `method` on the model of `context`.
 
     bins: at most so many for each curve, of about equally many samples, and fewer where samples are few. per_layer: a
-    curve for each layer beside the one for all. Errors: `ConfigurationError` without samples, or for a confidence
-    outside (0, 1).
+    curve for each layer beside the one for all.
+
+    Errors: `ConfigurationError` without samples, or for a confidence outside (0, 1).
     """
     if not 0 < confidence < 1:
         raise _invalid("confidence", confidence, "more than 0 and less than 1")
