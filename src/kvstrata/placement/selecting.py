@@ -336,7 +336,7 @@ class Selecting:
             output = share * output + (1 - share) * value
         if type(self.method).feedback is not Method.feedback:
             units = selection.units.shape[1]
-            mass = sum(attention.unit_mass(rows, part, support, state, units) for part in parts)
+            mass = sum(attention.unit_mass(rows, part, support, state, units, turned) for part in parts)
             assert isinstance(mass, Tensor)
             self.method.feedback(self.context, layer, index, selection, mass)
         return output.transpose(0, 1).to(rows.queries.dtype)
