@@ -14,8 +14,13 @@ from kvstrata.cli.model_options import GemmaTermsOption, ModelOption
 from kvstrata.cli.options import JsonOption
 from kvstrata.cli.output import Output
 from kvstrata.lab.bench import BENCHES, BenchReport, run_bench
+from kvstrata.lab.bench.result import BenchTable
 
 __all__ = ["register"]
+
+
+_OF_METHODS = ("methods", "needles")
+_OF_MODELS = tuple(name for name in BENCHES if name not in ("store", *_OF_METHODS))
 
 
 def register(app: typer.Typer) -> None:
@@ -32,22 +37,28 @@ def bench(
     ] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="History length; default: the bench's.")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Interleaved rounds.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small and few, to see that `store` runs.")] = False,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of what `store` makes up.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small and few, to see that `store`, `methods` or `needles` runs.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Of what `store` makes up, and of methods that draw.")
+    ] = None,
     json: JsonOption = False,
 ) -> int:
     """Measure. Exit code 1 when a figure misses its goal; the figures are printed all the same."""
     output = Output(json)
     if name not in (*BENCHES, "all"):
         raise typer.BadParameter(f"{name!r} is none of {', '.join(BENCHES)}, all", param_hint="NAME")
-    _refuse_unused(name, {"--dtype": dtype, "--tokens": tokens}, {"--quick": quick, "--seed": seed})
+    _refuse_unused(name, {"--dtype": dtype, "--tokens": tokens, "--rounds": rounds, "--quick": quick, "--seed": seed})
     names = list(BENCHES) if name == "all" else [name]
     reports = []
     for each in names:
         output.note(f"bench {each} ...")
-        settings = (
-            _store_settings(quick, rounds, seed) if each == "store" else _settings(each, model, dtype, tokens, rounds)
-        )
+        settings = _settings(each, model, dtype, tokens, rounds) if each in _OF_MODELS else {"quick": quick}
+        if each == "store":
+            settings |= _given(rounds=rounds, seed=seed)
+        if each in _OF_METHODS:
+            settings |= {"source": model} | _given(dtype=dtype[0] if dtype else None, tokens=tokens, seed=seed)
         reports.append(run_bench(each, progress=lambda text: output.note(f"  {text}"), **settings))
     data: dict[str, Any] = (
         reports[0].to_json() if name != "all" else {"benches": [report.to_json() for report in reports]}
@@ -69,16 +80,17 @@ def _settings(
     return settings
 
 
-def _store_settings(quick: bool, rounds: int | None, seed: int | None) -> dict[str, object]:
-    given = {"rounds": rounds, "seed": seed}
-    return {"quick": quick} | {name: value for name, value in given.items() if value is not None}
+def _given(**settings: object) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def _refuse_unused(name: str, of_models: dict[str, object], of_store: dict[str, object]) -> None:
+def _refuse_unused(name: str, options: dict[str, object]) -> None:
     """An option that would change nothing is a mistake, but not with `all`, where some bench takes it."""
-    unused = {"all": {}, "store": of_models}.get(name, of_store)
-    for option, value in unused.items():
-        if value not in (None, False):
+    if name == "all":
+        return
+    unused = {"store": ("--dtype", "--tokens"), **dict.fromkeys(_OF_METHODS, ("--rounds",))}
+    for option in unused.get(name, ("--quick", "--seed")):
+        if options[option] not in (None, False):
             raise typer.BadParameter(f"{name!r} has no such setting", param_hint=option)
 
 
@@ -98,4 +110,13 @@ def _table(report: BenchReport) -> RenderableType:
             str(row.n),
             row.evidence,
         )
-    return Group(table, Text(""))
+    return Group(table, *(_lines(each) for each in report.tables), Text(""))
+
+
+def _lines(found: BenchTable) -> Table:
+    table = Table(title=found.title)
+    for column in found.columns:
+        table.add_column(column, overflow="fold")
+    for line in found.lines:
+        table.add_row(*("" if cell is None else cell if isinstance(cell, str) else f"{cell:.4g}" for cell in line))
+    return table

@@ -62,7 +62,7 @@ class ExactTopK(IndexlessMethod):
     def select(self, ctx: MethodContext, layer: int, index: Index, rows: StepRows) -> Selection:
         """Of several query rows the weights are averaged, and of their scores the highest counts.
 
-        The estimate is the omitted mass itself, to rounding and but for learned sinks, where each owner has one list.
+        In a step of one row the estimate is the omitted mass itself, to rounding and but for learned sinks.
         """
         first, stop = ctx.region
         logits = _scores(ctx, layer, rows)

@@ -111,7 +111,8 @@ class PageExtrema(Index):
         self.generation += 1
 
     def shorten(self, frontier: int) -> bool:
-        """Take back the rows from `frontier` on, if the last page began before or a page ends there; else `False`."""
+        """Take back the rows from `frontier` on, if they belong to the page that grew last or begin a page; else, and
+        for all rows, nothing is changed and the answer is `False`."""
         size, first = self.page_size, self.frontier - self._last.shape[1]
         if not 0 < frontier <= self.frontier or (frontier <= first and frontier % size):
             return False

@@ -17,6 +17,8 @@ BENCHES = {
     "compile": "kvstrata.lab.bench.compiled:bench_compile",
     "memory": "kvstrata.lab.bench.memory:bench_memory",
     "store": "kvstrata.lab.bench.store:bench_store",
+    "methods": "kvstrata.lab.bench.methods:bench_methods",
+    "needles": "kvstrata.lab.bench.needles:bench_needles",
 }
 """Name of each benchmark and where it lives; loaded when it is run."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvstrata.lab.machine import describe_machine
 
-__all__ = ["BenchReport", "BenchRow", "Interval", "environment", "interleaved", "median_interval"]
+__all__ = ["BenchReport", "BenchRow", "BenchTable", "Interval", "environment", "interleaved", "median_interval"]
 
 MEASURED = "measured"
 
@@ -54,12 +54,26 @@ class BenchRow:
 
 
 @dataclass(frozen=True)
+class BenchTable:
+    """Many figures of the same kind. columns: of every line, with their units; a cell is text, a number, or `None`."""
+
+    title: str
+    columns: tuple[str, ...]
+    lines: tuple[tuple[str | float | None, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: the title, and one object for each line."""
+        return {"title": self.title, "lines": [dict(zip(self.columns, line, strict=True)) for line in self.lines]}
+
+
+@dataclass(frozen=True)
 class BenchReport:
-    """All rows of one benchmark and the machine they were taken on."""
+    """All rows of one benchmark and the machine they were taken on. tables: what stands beside the rows."""
 
     bench: str
     environment: dict[str, Any]
     rows: tuple[BenchRow, ...]
+    tables: tuple[BenchTable, ...] = ()
 
     @property
     def met(self) -> bool:
@@ -72,6 +86,7 @@ class BenchReport:
             "bench": self.bench,
             "environment": self.environment,
             "rows": [row.to_json() for row in self.rows],
+            **({"tables": [table.to_json() for table in self.tables]} if self.tables else {}),
         }
 
 

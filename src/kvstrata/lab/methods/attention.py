@@ -81,7 +81,9 @@ class RecordedAttention:
         if turned is None:
             return rows.queries, gathered.keys
         order = self._each(support.order)
-        each = turned.keys[self._heads(order.shape[0])]
+        each = turned.keys
+        if each.shape[0] != order.shape[0]:
+            each = each[self._heads(order.shape[0])]
         return turned.query, each.gather(1, order.unsqueeze(-1).expand(-1, -1, each.shape[-1]))
 
     def _over(self, queries: Tensor, start: int, stop: int) -> PartialState:

@@ -33,6 +33,7 @@ CONTENDERS = {
     "magicpig": "magicpig",
     "infinigen": "infinigen",
     "infllm": "infllm:block_size=32",
+    "infllm.in_place": "infllm:block_size=16,reposition=false,selection_owner=kv_head",
     FLOOR: "streaming",
     "random_rows": "random_rows",
 }
