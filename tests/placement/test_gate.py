@@ -14,7 +14,8 @@ from kvstrata.contract.method import AnswerClass
 from kvstrata.cost.prepublication import EstimateSource, GateThresholds, Outcome, Phase
 from kvstrata.cost.service_rates import Direction, ServiceObservation, ServiceRates
 from kvstrata.errors import ConfigurationError, RetrievalError
-from kvstrata.methods.calibration import Calibration, CalibrationSample, MassEstimate, budget_key, calibrate
+from kvstrata.methods.calibrating import CalibrationSample, calibrate
+from kvstrata.methods.calibration import Calibration, MassEstimate, budget_key
 from kvstrata.methods.quest import Quest
 from kvstrata.placement.gate import Gate, GateConfig, exact_fetch_ms, exact_recompute_ms, widened
 

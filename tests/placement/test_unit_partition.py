@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.contract.budget import Persistent, Rows
 from kvstrata.errors import Reason, RetrievalError
-from kvstrata.lab.conform.error_cost_scene import GivenUnits, MembersIndex
+from kvstrata.lab.conform.error_cost_methods import GivenUnits, MembersIndex
 from kvstrata.methods.in_memory import InMemoryContext
 from kvstrata.methods.interface import Geometry
 from kvstrata.methods.quest import Quest

@@ -14,7 +14,8 @@ from kvstrata.contract.method import AnswerClass
 from kvstrata.cost.downstream import DownstreamMap
 from kvstrata.cost.prepublication import EstimateSource, Outcome, Phase
 from kvstrata.cost.unit_ledger import ByteLedger, ChargedPer
-from kvstrata.lab.conform.error_cost_scene import ErrorCostScene, MembersIndex
+from kvstrata.lab.conform.error_cost_methods import MembersIndex
+from kvstrata.lab.conform.error_cost_scene import ErrorCostScene
 from kvstrata.placement.expansion import Support
 
 __all__ = ["MUTATIONS", "Mutation"]

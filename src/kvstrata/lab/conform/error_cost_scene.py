@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvstrata.contract.budget import Persistent, Rows
 from kvstrata.contract.layout import SegmentLayout
-from kvstrata.contract.method import AnswerClass, GroupSharing, MethodContract, Owner, Unit, UpdatePhase
 from kvstrata.cost.dense_reference import DenseAnswer, HeadReference
 from kvstrata.cost.downstream import DownstreamMap
 from kvstrata.cost.prepublication import GateThresholds, Phase, PrepublicationState
@@ -20,16 +19,17 @@ from kvstrata.cost.prepublication_record import PrepublicationDecision
 from kvstrata.cost.unit_ledger import ByteLedger, UnitCosts
 from kvstrata.kernels.selected import selected_state
 from kvstrata.kernels.state import PartialState
+from kvstrata.lab.conform.error_cost_methods import METHODS, GivenUnits, MembersIndex
 from kvstrata.lab.conform.manifest_scene import Scene
 from kvstrata.methods.in_memory import InMemoryContext
-from kvstrata.methods.interface import Geometry, Index, Method, MethodContext, StepRows
-from kvstrata.methods.selection import NO_UNIT, Selection
+from kvstrata.methods.interface import Geometry, StepRows
+from kvstrata.methods.selection import Selection
 from kvstrata.placement.expansion import Support, expand
 from kvstrata.placement.support_report import SupportReport, expansion_of, report_support
 from kvstrata.placement.unit_partition import require_partition
 from kvstrata.store.retrieval.row_tiers import row_views
 
-__all__ = ["ErrorCostScene", "GivenUnits", "HistoryScene", "MethodScene"]
+__all__ = ["ErrorCostScene", "HistoryScene", "MethodScene"]
 
 _CODE = {"float32": "f", "float16": "e"}
 
@@ -64,64 +64,6 @@ class HistoryScene(Scene):
             planes = row_views(segment, layout, 0, position)
             for plane, name in zip(planes, ("K", "V"), strict=True):
                 plane[:] = struct.pack(f"<{layout.head_dim}{_CODE[self.dtype]}", *self.fixture[name][position])
-
-
-class MembersIndex(Index):
-    """members: int64 [units, most rows], filled up with `NO_UNIT`."""
-
-    def __init__(self, members: list[list[int]], frontier: int) -> None:
-        width = max(map(len, members))
-        self.members = torch.tensor([rows + [NO_UNIT] * (width - len(rows)) for rows in members])
-        self.frontier = frontier
-
-
-@dataclass(frozen=True)
-class GivenUnits(Method[MembersIndex]):
-    """Units whose members and ranking are given."""
-
-    contract: ClassVar[MethodContract] = MethodContract(
-        "given-units",
-        "conformance fixture",
-        1,
-        AnswerClass.APPROXIMATE,
-        Unit.ROW,
-        "none",
-        "list of members",
-        Owner.KV_HEAD,
-        GroupSharing.SUM,
-        UpdatePhase.FIXED,
-    )
-    members: tuple[tuple[int, ...], ...]
-    selected: tuple[int, ...]
-    candidates: int
-
-    def build(self, ctx: MethodContext, layer: int, index: MembersIndex | None) -> MembersIndex:
-        """The members as given, over all rows but the step's own."""
-        return MembersIndex([list(rows) for rows in self.members], ctx.visible - 1)
-
-    def append(self, ctx: MethodContext, layer: int, index: MembersIndex, rows: StepRows) -> MembersIndex:
-        """The index stays."""
-        return index
-
-    def select(self, ctx: MethodContext, layer: int, index: MembersIndex, rows: StepRows) -> Selection:
-        """The units as given."""
-        return Selection(Owner.KV_HEAD, torch.tensor([list(self.selected)]), self.candidates)
-
-    def rows_of(self, index: MembersIndex, units: Tensor) -> Tensor:
-        """Members of `units`."""
-        rows = index.members[units.clamp_min(0)].masked_fill((units == NO_UNIT).unsqueeze(-1), NO_UNIT)
-        return rows.flatten(1)
-
-
-class _Pages(GivenUnits):
-    contract = replace(GivenUnits.contract, unit=Unit.PAGE)
-
-
-class _Clusters(GivenUnits):
-    contract = replace(GivenUnits.contract, unit=Unit.CLUSTER)
-
-
-_METHODS: dict[str, type[GivenUnits]] = {"row": GivenUnits, "page": _Pages, "cluster": _Clusters}
 
 
 @dataclass
@@ -233,7 +175,7 @@ class ErrorCostScene:
         return ledger.require(self.report(name).expansion, self.costs, self.probe_bytes)
 
     def _method(self, given: dict[str, Any]) -> MethodScene:
-        kind = _METHODS[given["unit"]]
+        kind = METHODS[given["unit"]]
         members, rows = given["members"], self.fixture["geometry"]["positions"]
         method = kind(tuple(map(tuple, members)), tuple(given["selected"]), len(given["candidates"]))
         persistent = Persistent(given["sinks"], 1)
