@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvstrata.contract.error_ledgers import ErrorLedgers
 from kvstrata.contract.method import AnswerClass, ComputeSite, Mode, Owner, QueryVariant
 
 __all__ = ["LayerOutcome", "LayerSelection", "SelectionReceipt", "ShadowSample", "StageTimes"]
@@ -66,7 +67,7 @@ class ShadowSample:
 
     recall: share of as many rows of the highest dense weight that entered. omitted, most_omitted: dense weight of the
     rows left out, its mean and its greatest over the heads. error, relative_error: length of the difference of the
-    outputs, and that over dense_norm. bound: 2 * omitted * V_max.
+    outputs, and that over dense_norm. bound: 2 * omitted * V_max. ledgers: the errors apart.
     """
 
     recall: float
@@ -76,6 +77,7 @@ class ShadowSample:
     relative_error: float
     dense_norm: float
     bound: float
+    ledgers: ErrorLedgers
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.contract.method import AnswerClass, GroupSharing, MethodContract, Owner, Unit, UpdatePhase
-from kvstrata.methods.choosing import choose, share_scores
+from kvstrata.methods.choosing import choose, scores_of, share_scores
 from kvstrata.methods.indexless import IndexlessMethod
 from kvstrata.methods.interface import Index, MethodContext, StepRows, require_member
 from kvstrata.methods.selection import NO_UNIT, Selection
@@ -79,6 +79,7 @@ class ExactTopK(IndexlessMethod):
             candidates=max(0, stop - first),
             estimate=_omitted(log_weights[:, first:stop], chosen.units),
             capped=chosen.capped,
+            scores=scores_of(logits[:, -1], units),
         )
 
 

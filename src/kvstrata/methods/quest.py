@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvstrata.contract.method import AnswerClass, GroupSharing, MethodContract, Owner, Unit, UpdatePhase
 from kvstrata.errors import Reason, RetrievalError
-from kvstrata.methods.choosing import Chosen, choose, share_scores
+from kvstrata.methods.choosing import Chosen, choose, scores_of, share_scores
 from kvstrata.methods.interface import Index, Method, MethodContext, StepRows, require_at_least, require_member
 from kvstrata.methods.selection import NO_UNIT, Selection
 
@@ -215,6 +215,8 @@ class Quest(Method[PageExtrema]):
             candidates=int((offered > 0).sum()),
             estimate=_omitted(bounds, every, offered, chosen.units),
             capped=chosen.capped,
+            scores=scores_of(bounds, chosen.units),
+            scores_are_bounds=True,
         )
 
     def rows_of(self, index: PageExtrema, units: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from kvstrata.contract.selection_receipts import ShadowSample
-from kvstrata.methods.calibration import CalibrationSample, budget_key
+from kvstrata.methods.calibrating import CalibrationSample
+from kvstrata.methods.calibration import budget_key
 from kvstrata.methods.interface import StepRows, require_at_least
 from kvstrata.methods.selection import Selection
 from kvstrata.placement.expansion import Support
@@ -17,6 +18,8 @@ from kvstrata.placement.policy import SelectionPolicy
 from kvstrata.placement.selection_log import greatest_estimate
 from kvstrata.placement.shadow import DenseReference
 from kvstrata.placement.shadow_fixture import retrieval_fixture
+from kvstrata.placement.shadow_ledgers import measure_ledgers
+from kvstrata.placement.support_attention import ChosenRows
 
 __all__ = ["LiveShadow"]
 
@@ -54,8 +57,12 @@ class LiveShadow:
         selection: Selection,
         support: Support,
         output: Tensor,
+        parts: Sequence[ChosenRows],
     ) -> ShadowSample:
-        """Measure one layer. dense: all K, V [kv_heads, visible, head_dim]. output: [rows, query_heads, head_dim]."""
+        """Measure one layer. dense: all K, V [kv_heads, visible, head_dim]. output: [rows, query_heads, head_dim].
+
+        parts: the rows that entered beside the persistent ones, as they were gathered.
+        """
         reference = DenseReference.of(rows.queries, *dense, scale, sinks)
         answer = output.transpose(0, 1)
         recent = policy.persistent.recent if rows.queries.shape[1] > 1 else None
@@ -69,6 +76,9 @@ class LiveShadow:
             means["relative_error"],
             means["dense_norm"],
             means["bound"],
+            measure_ledgers(
+                reference, dense, selection, support, parts, measures, answer, policy.method.contract.answer
+            ),
         )
         estimate = greatest_estimate(selection)
         budget = budget_key(policy.budget_of(layer))

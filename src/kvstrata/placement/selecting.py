@@ -29,7 +29,7 @@ from kvstrata.placement.on_demand import OnDemand
 from kvstrata.placement.policy import SelectionPolicy
 from kvstrata.placement.row_access import RowAccess
 from kvstrata.placement.selection_log import SelectionLog, count_rows, greatest_estimate
-from kvstrata.placement.support_attention import SupportAttention
+from kvstrata.placement.support_attention import ChosenRows, SupportAttention
 from kvstrata.ports import Clock, ModelView
 from kvstrata.store.history import History
 
@@ -136,7 +136,7 @@ class Selecting:
         times.append(self._clock())
         access, near = self._access, dict[int, Tensor]()
         missing = access.missing(layer)
-        output, near_rows = None, 0
+        output, near_rows, parts = None, 0, list[ChosenRows]()
         try:
             if outcome.exact:
                 access.arrive_all(layer)
@@ -145,7 +145,9 @@ class Selecting:
                 wanted, near = access.chunks_of(layer, support)
                 access.arrive(layer, wanted)
                 times.append(self._clock())
-                output = self._compute(layer, rows, table, selection, support, index, near, sinks, times)
+                parts = self._gather(layer, table, support, near)
+                times.append(self._clock())
+                output = self._compute(layer, rows, table, selection, support, index, parts, sinks)
                 near_rows = count_rows(self._attention.rows(support), access.chunk_tokens, near)
         finally:
             access.give_back()
@@ -155,7 +157,7 @@ class Selecting:
             access.arrive_all(layer)
             dense = self._attention.read(table, 0, support.visible)
             shadow = self.shadow.compare(
-                self.policy, self.geometry.scale, layer, rows, dense, sinks, selection, support, output
+                self.policy, self.geometry.scale, layer, rows, dense, sinks, selection, support, output, parts
             )
         self._outcomes[layer] = outcome
         self._log.chosen(
@@ -304,6 +306,15 @@ class Selecting:
             None if context.first == context.visible else context.first,
         )
 
+    def _gather(self, layer: int, table: BlockTable, support: Support, near: dict[int, Tensor]) -> list[ChosenRows]:
+        attention, access = self._attention, self._access
+        wanted = attention.rows(support)
+        slots = access.slots(layer, wanted.device)
+        if not near:
+            return [attention.gather(table, slots, wanted)]
+        here = ~access.lies_in(wanted, near)
+        return [attention.gather(table, slots, wanted, here), attention.gather_near(near, wanted)]
+
     def _compute(
         self,
         layer: int,
@@ -312,18 +323,10 @@ class Selecting:
         selection: Selection,
         support: Support,
         index: Index,
-        near: dict[int, Tensor],
+        parts: list[ChosenRows],
         sinks: Tensor | None,
-        times: list[float],
     ) -> Tensor:
         attention, turned = self._attention, selection.repositioned
-        wanted = attention.rows(support)
-        slots = self._access.slots(layer, wanted.device)
-        lent = self._access.lies_in(wanted, near) if near else None
-        parts = [attention.gather(table, slots, wanted, None if lent is None else ~lent)]
-        if near:
-            parts.append(attention.gather_near(near, wanted))
-        times.append(self._clock())
         state = attention.persistent_state(rows, table, support, self.context.persistent.recent, turned)
         for part in parts:
             state = state.merge(attention.chosen_state(rows, part, support, turned))
