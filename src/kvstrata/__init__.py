@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvstrata.contract.budget import EstimatedMass, Fraction, Persistent, Rows, Threshold
     from kvstrata.engines.transformers import CompilationWarning, LoadedModel, Memory, Request, attach, load_model
     from kvstrata.errors import BudgetError, KvstrataError, Reason, SessionError, StoreError, UnsupportedError
     from kvstrata.store import Store
@@ -20,14 +21,19 @@ if TYPE_CHECKING:
 __all__ = [
     "BudgetError",
     "CompilationWarning",
+    "EstimatedMass",
+    "Fraction",
     "KvstrataError",
     "LoadedModel",
     "Memory",
+    "Persistent",
     "Reason",
     "Request",
+    "Rows",
     "SessionError",
     "Store",
     "StoreError",
+    "Threshold",
     "UnsupportedError",
     "__version__",
     "attach",
@@ -44,6 +50,11 @@ _HOMES = {
     "StoreError": "kvstrata.errors",
     "UnsupportedError": "kvstrata.errors",
     "Store": "kvstrata.store",
+    "EstimatedMass": "kvstrata.contract.budget",
+    "Fraction": "kvstrata.contract.budget",
+    "Persistent": "kvstrata.contract.budget",
+    "Rows": "kvstrata.contract.budget",
+    "Threshold": "kvstrata.contract.budget",
     "CompilationWarning": "kvstrata.engines.transformers",
     "LoadedModel": "kvstrata.engines.transformers",
     "Memory": "kvstrata.engines.transformers",

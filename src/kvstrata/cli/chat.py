@@ -5,12 +5,23 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvstrata.cli.exits import ExitCode, exit_code
-from kvstrata.cli.model_options import BudgetOption, DtypeOption, GemmaTermsOption, HostBudgetOption, ModelOption
+from kvstrata.cli.model_options import (
+    BudgetOption,
+    DtypeOption,
+    GemmaTermsOption,
+    HostBudgetOption,
+    MethodOption,
+    MinHistoryOption,
+    ModelOption,
+    RowsOption,
+    selection_options,
+)
 from kvstrata.cli.model_session import (
     MaxNewTokensOption,
     OptionalStoreOption,
@@ -52,6 +63,9 @@ def chat(
     store: OptionalStoreOption = None,
     budget: BudgetOption = None,
     host_budget: HostBudgetOption = None,
+    method: MethodOption = None,
+    rows: RowsOption = None,
+    min_history: MinHistoryOption = None,
     session: SessionOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
     sample: SampleOption = False,
@@ -66,7 +80,17 @@ def chat(
     """
     output = Output(json)
     with attached_model(
-        output, model, dtype, store, budget, host_budget, session, sample=sample, temperature=temperature, seed=seed
+        output,
+        model,
+        dtype,
+        store,
+        budget,
+        host_budget,
+        session,
+        sample=sample,
+        temperature=temperature,
+        seed=seed,
+        selection=partial(selection_options, method, rows, min_history),
     ) as attached:
         from kvstrata.engines.transformers.conversation import Conversation
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,17 @@ import typer
 from rich.text import Text
 
 from kvstrata.cli.exits import ExitCode
-from kvstrata.cli.model_options import BudgetOption, DtypeOption, GemmaTermsOption, HostBudgetOption, ModelOption
+from kvstrata.cli.model_options import (
+    BudgetOption,
+    DtypeOption,
+    GemmaTermsOption,
+    HostBudgetOption,
+    MethodOption,
+    MinHistoryOption,
+    ModelOption,
+    RowsOption,
+    selection_options,
+)
 from kvstrata.cli.model_session import (
     MaxNewTokensOption,
     OptionalStoreOption,
@@ -22,6 +33,7 @@ from kvstrata.cli.model_session import (
     attached_model,
     checked_text,
     receipt_data,
+    selection_data,
 )
 from kvstrata.cli.options import JsonOption
 from kvstrata.cli.output import Output, OutputClosed
@@ -50,6 +62,9 @@ def generate(
     store: OptionalStoreOption = None,
     budget: BudgetOption = None,
     host_budget: HostBudgetOption = None,
+    method: MethodOption = None,
+    rows: RowsOption = None,
+    min_history: MinHistoryOption = None,
     session: SessionOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     sample: SampleOption = False,
@@ -68,7 +83,17 @@ def generate(
     output = Output(json)
     text = _prompt_text(prompt, file)
     with attached_model(
-        output, model, dtype, store, budget, host_budget, session, sample=sample, temperature=temperature, seed=seed
+        output,
+        model,
+        dtype,
+        store,
+        budget,
+        host_budget,
+        session,
+        sample=sample,
+        temperature=temperature,
+        seed=seed,
+        selection=partial(selection_options, method, rows, min_history),
     ) as attached:
         from kvstrata.engines.transformers.generation import continue_text
 
@@ -109,6 +134,7 @@ def generate(
                 **answer,
                 "interrupted": code is ExitCode.INTERRUPTED,
                 "receipts": {"restore": receipt_data(restored), "save": receipt_data(saved)},
+                "selection": selection_data(request),
                 "ledger": memory.ledger().to_json(),
                 "timings": {
                     "load_s": attached.load_s,

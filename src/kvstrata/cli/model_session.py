@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ from kvstrata.sessions.names import check_name
 from kvstrata.store import Store
 
 if TYPE_CHECKING:
-    from kvstrata.engines.transformers import LoadedModel, Memory
+    from kvstrata.engines.transformers import LoadedModel, Memory, Request
     from kvstrata.engines.transformers.generation import Sampling
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "attached_model",
     "checked_text",
     "receipt_data",
+    "selection_data",
 ]
 
 _DEFAULT_TEMPERATURE = 0.7
@@ -84,10 +86,11 @@ def attached_model(
     sample: bool,
     temperature: float | None,
     seed: int,
+    selection: Callable[[], dict[str, Any]],
 ) -> Iterator[Attached]:
     """Check every option before anything slow, then load the model and attach its memory.
 
-    Sampling is greedy unless `sample` or a temperature was given.
+    Sampling is greedy unless `sample` or a temperature was given. selection: arguments of `attach` for a method.
     """
     if session is not None:
         check_name(session)
@@ -108,12 +111,15 @@ def attached_model(
             parse_bytes(budget)
         if host_budget is not None:
             parse_bytes(host_budget, "host_budget")
+        chosen = selection()
         choice = choose_dtype(dtype)
         output.note(f"loading {model} ...")
         with output.progress(f"preparing {model}") as report:
             loaded = load_model(model, dtype=choice.name, progress=lambda stage, done: report(round(done * 100), 100))
         output.note(f"{choice.name}: {choice.reason}")
-        memory = stack.enter_context(attach(loaded, opened, budget=budget, host_budget=host_budget))
+        rows = chosen.pop("rows", None)
+        amounts = {"budget": budget} if rows is None else {"budget": rows, "memory_budget": budget}
+        memory = stack.enter_context(attach(loaded, opened, host_budget=host_budget, **amounts, **chosen))
         yield Attached(loaded, memory, sampling, choice.name, time.perf_counter() - start)
 
 
@@ -137,3 +143,25 @@ def receipt_data(receipt: RestoreReceipt | SaveReceipt | None) -> dict[str, Any]
     if receipt is None:
         return None
     return asdict(receipt) | ({"hit": receipt.hit} if isinstance(receipt, RestoreReceipt) else {})
+
+
+def selection_data(request: Request) -> dict[str, Any] | None:
+    """What the latest step of `request` left out, in short; `None` for an exact request or before a step."""
+    step = request.last_step
+    if step is None or not step.selections:
+        return None
+    receipt = step.selections[0]
+    outcomes = Counter(layer.outcome.value for layer in receipt.layers)
+    return {
+        "contract": step.contract.value,
+        "method": receipt.method,
+        "policy": receipt.policy,
+        "budget": receipt.budget,
+        "layers": dict(outcomes),
+        "visible": sum(layer.visible for layer in receipt.layers),
+        "left_out": sum(layer.recoverable_not_selected for layer in receipt.layers),
+        "read_bytes": receipt.read_bytes,
+        "read_amplification": receipt.read_amplification,
+        "index_bytes": receipt.index_bytes,
+        "seconds": asdict(receipt.times),
+    }
