@@ -173,6 +173,8 @@ class SessionStore:
                 with contextlib.suppress(FileNotFoundError):
                     self.store.files.unlink(folder / _file_name(number))
                 self._catalog().unpin(session_owner(folder.name, number))
+        except StoreError:
+            raise
         except OSError as error:
             raise storage_error(error, f"removing session {name!r} from {self.store.path}") from error
         with contextlib.suppress(OSError):

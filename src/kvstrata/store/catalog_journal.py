@@ -161,7 +161,7 @@ class CatalogJournal:
         # What stays behind is resolved by the next one who recovers.
         with contextlib.suppress(KvstrataError, OSError, CatalogDamaged), self._counter.guard() as announce:
             announce()
-            self._database.write(change)
+            self._database.write(change, frees=True)
         self._mirror.forget(chunk)
 
     def remove(self, chunk: bytes, aside: Callable[[], bool]) -> bool:
@@ -177,7 +177,7 @@ class CatalogJournal:
                 database.execute("UPDATE space SET damaged_bytes = ?", (_bytes_in(self.root / "damaged"),))
                 return found
 
-            found = self._database.write(change)
+            found = self._database.write(change, frees=True)
         self._mirror.forget(chunk)
         return found
 
@@ -212,7 +212,7 @@ class CatalogJournal:
                         rows += (row,)
                 return rows, refused
 
-            result = self._database.write(change)
+            result = self._database.write(change, frees=True)
         for row in result[0]:
             self._mirror.forget(row.chunk)
         return result
@@ -231,7 +231,7 @@ class CatalogJournal:
                         freed += row.file_bytes
                 return freed
 
-            return self._database.write(change)
+            return self._database.write(change, frees=True)
 
     def settle(self, database: sqlite3.Connection, chunk: bytes, *, zero: bool = False) -> None:
         """Inside a guarded transaction: make the file of `chunk` and its row agree after a write that did not end.

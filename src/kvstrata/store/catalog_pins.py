@@ -98,7 +98,7 @@ class Pins:
             else:
                 database.executemany("DELETE FROM pins WHERE owner = ? AND chunk = ?", [(*found, c) for c in chunks])
 
-        self._database.write(change)
+        self._database.write(change, frees=True)
 
     def pinned_by(self, owner: str) -> frozenset[bytes]:
         """Chunks that `owner` has pinned, expired or not."""
@@ -157,7 +157,7 @@ class Pins:
             else:
                 database.execute("UPDATE owners SET bytes = ? WHERE id = ?", (nbytes, claim.owner))
 
-        self._database.write(change)
+        self._database.write(change, frees=True)
 
     def _add_session(self, database: sqlite3.Connection, owner: str) -> int:
         database.execute(
