@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,3 +244,24 @@ def test_without_a_thread_the_owner_writes_one_chunk_at_a_time(directory: Direct
     assert publisher.run_one()
     assert not publisher.run_one()
     assert (second.file, publisher.pending) == (FileReplicaState.PUBLISHED, 0)
+
+
+def test_a_write_that_hangs_is_late_and_is_left_behind(directory: Directory, tmp_path: Path) -> None:
+    files, ticks = GatedFiles(), itertools.count(0.0, 6.0)
+    tier = FileTier(tmp_path, files=files)
+    publisher = Publisher(directory, tier, LAYOUT, clock=lambda: next(ticks), timeout_s=10.0)
+    publisher.start()
+    (thread,) = [each for each in threading.enumerate() if each.name == "kvstrata-publish"]
+    (record,) = make_history(directory, 1).chunks
+    publisher.submit(record)
+    assert files.waiting.wait(60)
+    with pytest.raises(StoreError) as refusal:
+        publisher.wait(record)
+    assert refusal.value.reason is Reason.STORE_LATE
+    assert record.file is FileReplicaState.WRITING
+    publisher.stop()
+    assert thread.is_alive()
+    files.gate.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert record.file is FileReplicaState.PUBLISHED

@@ -53,13 +53,13 @@ class Store:
     create: make it when the path does not exist or is an empty directory. durable: see `FileTier`. read_only: `True`
     never writes; `False` insists on writing; `None` writes where the system permits it and the disk has room for the
     catalog's log, and `read_only` says which it was. max_bytes: hard cap on the bytes of chunks, manifests, temporary
-    and damaged files over all processes; the catalog itself comes on top. retention: under a cap, which chunks leave first when no session and no open request
-    needs them: an eviction policy, or `None` to refuse instead. admission: let a chunk that would displace others be
-    written only if it was asked for more often. zero_tenants: tenants whose files are overwritten with zeros before
-    they go. progress: called with chunk files done and in all while a catalog is built, for a store that has none.
-    wait_s: longest wait for another process that deletes. wrap_tier: puts a tier of the caller's, such as
-    `ThrottledTier` or `FaultyTier`, between the files and whoever stores and reads chunks; verification and collection
-    look at the files themselves.
+    and damaged files over all processes; the catalog itself comes on top. retention: under a cap, which chunks leave
+    first when no session and no open request needs them: an eviction policy, or `None` to refuse instead. admission:
+    let a chunk that would displace others be written only if it was asked for more often. zero_tenants: tenants whose
+    files are overwritten with zeros before they go. progress: called with chunk files done and in all while a catalog
+    is built, for a store that has none. wait_s: longest wait for another process that deletes. wrap_tier: puts a tier
+    of the caller's, such as `ThrottledTier` or `FaultyTier`, between the files and whoever stores and reads chunks;
+    verification and collection look at the files themselves.
 
     Attributes:
         path: its directory.
