@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chunks_and_faults import make_chunk
+from chunks_and_faults import FaultyFiles, make_chunk
 
 from kvstrata.errors import Reason, StoreError
 from kvstrata.sessions import SessionStore
@@ -141,6 +142,27 @@ def test_chunks_are_used_without_a_lease_while_the_disk_is_full(root: Path) -> N
         assert store.catalog.pins.pinned_by(store.catalog.process) == frozenset()
         assert store.in_use.hold([known]) == ()
         assert store.catalog.pins.pinned_by(store.catalog.process) == {known}
+
+
+def test_bytes_that_a_full_disk_kept_reserved_come_back_with_the_next_write(root: Path) -> None:
+    files, disk = FaultyFiles(), FullDisk(root)
+    with Store(root, connect=disk.connect, files=files, max_bytes=10_000_000) as store:
+        assert store.catalog is not None
+
+        def fill(fd: int, length: int) -> None:
+            disk.on = True
+            raise OSError(errno.ENOSPC, "full")
+
+        files.allocate = fill  # type: ignore[attr-defined]
+        with pytest.raises(StoreError) as refusal:
+            store.tier.write(*make_chunk(9).arguments)
+        assert refusal.value.reason is Reason.STORE_FULL
+        assert store.catalog.figures().reserved_bytes > 0
+        disk.on = False
+        del files.allocate  # type: ignore[attr-defined]
+        store.tier.write(*make_chunk(10).arguments)
+        assert store.catalog.figures().reserved_bytes == 0
+        assert store.audit() == []
 
 
 def test_a_full_disk_never_kills_whoever_counts_a_removal(root: Path) -> None:

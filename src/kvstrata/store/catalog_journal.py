@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import sqlite3
+import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -32,6 +33,8 @@ __all__ = ["CatalogJournal"]
 
 _ZEROS = memoryview(bytes(1 << 20))
 _LISTED_AT_ONCE = 4096
+_OWN_INTENT = "SELECT temporary FROM intents WHERE id = ? AND process = ? AND chunk = ?"
+_END_INTENT = "DELETE FROM intents WHERE id = ? AND process = ? AND chunk = ?"
 _TEMPORARY = re.compile(r"[0-9a-z][-.0-9a-z]*")
 
 
@@ -68,6 +71,8 @@ class CatalogJournal:
         self._zero_tenants = frozenset(zero_tenants)
         self._reclaim = reclaim
         self._now = now
+        self._unsettled: dict[int, tuple[bytes, Callable[[sqlite3.Connection], None]]] = {}
+        self._unsettled_lock = threading.Lock()
         self.make_room: Callable[[int, ChunkIdentity | None], None] | None = None
 
     def published(self, chunk: bytes) -> bool:
@@ -103,6 +108,7 @@ class CatalogJournal:
                 return None
             return change(database)
 
+        self._settle_unsettled()
         # An intent that a power failure takes leaves a temporary file that no row names, which goes just as well.
         transaction = self._database.write(reserve, lazy=True)
         if transaction is None:
@@ -134,7 +140,7 @@ class CatalogJournal:
                     self._finish(database, row)
                     row = None
                 outcome = place(row is not None and row.layout == layout)
-                database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
+                database.execute(_END_INTENT, (transaction, self._process(), chunk))
                 if row is None or outcome is not WriteOutcome.ALREADY_PRESENT:
                     if row is not None:
                         announce()
@@ -152,17 +158,32 @@ class CatalogJournal:
         zero = self._zeroes(tenant_digest(identity.context.namespace.tenant))
 
         def change(database: sqlite3.Connection) -> None:
-            found = database.execute("SELECT temporary FROM intents WHERE id = ?", (transaction,)).fetchone()
+            # Numbers begin anew in a database that was built anew: they may be somebody else's by now.
+            known = (transaction, self._process(), chunk)
+            found = database.execute(_OWN_INTENT, known).fetchone()
             self.settle(database, chunk, zero=zero)
             if found is not None and zero:
                 self.discard_temporary(found[0], zero=True)
-            database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
+            database.execute(_END_INTENT, known)
 
-        # What stays behind is resolved by the next one who recovers.
-        with contextlib.suppress(KvstrataError, OSError, CatalogDamaged), self._counter.guard() as announce:
-            announce()
-            self._database.write(change, frees=True)
+        # What stays behind is resolved by the next write, or by whoever recovers after this process.
+        with self._unsettled_lock:
+            self._unsettled[transaction] = (chunk, change)
+        self._settle_unsettled()
         self._mirror.forget(chunk)
+
+    def _settle_unsettled(self) -> None:
+        """Give back what earlier writes could not: their bytes would count against the cap while this process lives."""
+        with self._unsettled_lock:
+            waiting = list(self._unsettled.items())
+        for transaction, (chunk, change) in waiting:
+            with contextlib.suppress(KvstrataError, OSError, CatalogDamaged):
+                with self._counter.guard() as announce:
+                    announce()
+                    self._database.write(change, frees=True)
+                self._mirror.forget(chunk)
+                with self._unsettled_lock:
+                    self._unsettled.pop(transaction, None)
 
     def remove(self, chunk: bytes, aside: Callable[[], bool]) -> bool:
         with self._counter.guard() as announce:
