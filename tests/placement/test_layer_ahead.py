@@ -15,6 +15,7 @@ from directory_parts import SIZE, extend, make_history, make_ids, segment_bytes
 
 from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.states import FileReplicaState
+from kvstrata.cost.credits import Credits
 from kvstrata.errors import BudgetError, DamagedError, Reason, StateError, StoreError
 from kvstrata.placement.layer_ahead import LayerAhead
 from kvstrata.store.directory import Directory
@@ -32,13 +33,13 @@ Open = Callable[..., "Parts"]
 class Parts:
     """A directory of `slots` slots over a file tier, with its threads."""
 
-    def __init__(self, root: Path, slots: int, files: Any = None) -> None:
+    def __init__(self, root: Path, slots: int, files: Any = None, credits: Credits | None = None) -> None:  # noqa: A002
         self.backing = HostTensorBacking(LAYOUT.segment_bytes, slots)
         self.directory = Directory(MemoryArena(LAYOUT.segment_bytes, self.backing), LAYERS)
         tier = FileTier(root, files=files)
         self.publisher = Publisher(self.directory, tier, LAYOUT)
         self.publisher.start()
-        self.promoter = Promoter(self.directory, tier, LAYOUT)
+        self.promoter = Promoter(self.directory, tier, LAYOUT, credits=credits)
 
     def plan(self, history: History, *, writable: bool = True, depth: int = 2) -> LayerAhead:
         publisher = self.publisher if writable else None
@@ -55,8 +56,8 @@ class Parts:
 def parts(tmp_path: Path) -> Iterator[Open]:
     opened: list[Parts] = []
 
-    def make(slots: int, files: Any = None) -> Parts:
-        opened.append(Parts(tmp_path, slots, files))
+    def make(slots: int, files: Any = None, credits: Credits | None = None) -> Parts:  # noqa: A002
+        opened.append(Parts(tmp_path, slots, files, credits))
         return opened[-1]
 
     yield make
@@ -375,3 +376,25 @@ def test_slots_that_a_write_still_holds_are_waited_for(parts: Open) -> None:
     assert opened.directory.arena.free_slots < LAYERS
     receipt = step(opened.plan(History(opened.directory, history.context)))
     assert receipt.stall_s > 0
+
+
+@pytest.mark.parametrize("short", ["pinned", "staging", "link", "queue"])
+def test_credits_for_one_layer_are_enough_for_a_plan_of_two(parts: Open, short: str) -> None:
+    """What is read ahead waits for credits that the layer before it still holds."""
+    layer = CHUNKS * LAYOUT.segment_bytes
+    least = {"pinned": layer, "staging": layer, "link": layer, "queue": 1}
+    ample = {name: 9 * amount for name, amount in least.items()}
+    opened = parts(LAYERS + 2 * CHUNKS, credits=Credits(**ample | {short: least[short]}))
+    history = make_history(opened.directory, 0)
+    for index in range(CHUNKS):
+        extend(history, make_ids(SIZE, index))
+        opened.publisher.submit(history.chunks[index])
+        opened.publisher.wait()
+        for number in range(LAYERS):
+            opened.directory.evict(history.chunks[index], number)
+    plan = opened.plan(history)
+    receipts = [step(plan) for _ in range(2)]
+    assert [receipt.moved_segments for receipt in receipts] == [LAYERS * CHUNKS] * 2
+    assert opened.promoter.queue.totals.refused == 0
+    plan.close()
+    assert opened.promoter.pool.outstanding == ()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chunks_and_faults import Crash, FaultyFiles, flip, make_context, make_history, tree, write_all
+from chunks_and_faults import Crash, FaultyFiles, flip, make_chunk, make_context, make_history, tree, write_all
 
 from kvstrata.contract.identity import ChunkContext, Namespace
 from kvstrata.errors import Reason, SessionError, StoreError
@@ -18,6 +18,7 @@ from kvstrata.sessions.session_store import SessionStore
 from kvstrata.sessions.snapshots import Snapshot
 from kvstrata.sessions.verification import verify_snapshots
 from kvstrata.store import CollectOutcome, Store
+from kvstrata.tiers.files import OsFiles
 
 SHORT, LONG, OTHER = tuple(range(128)), tuple(range(300)), tuple(range(1000, 1200))
 
@@ -302,3 +303,29 @@ def test_verification_tells_how_much_of_a_session_can_come_back(store: Store) ->
     assert (verdicts[whole].usable_tokens, verdicts[whole].reason) == (200, None)
     assert (verdicts[partial].usable_tokens, verdicts[partial].reason) == (128, Reason.CHUNK_DAMAGED)
     assert (verdicts[gone].usable_tokens, verdicts[gone].reason) == (0, Reason.CHUNK_MISSING)
+
+
+def test_the_later_of_two_removals_leaves_the_pins_of_what_was_saved_in_between(tmp_path: Path) -> None:
+    """It finds the manifest gone, and another one in its place by the time it lets go of the pins."""
+    chunk = make_chunk(0)
+    arguments = "talk", chunk.identity.context, chunk.identity.token_ids, [chunk.digest], 128
+
+    class Slow(OsFiles):
+        def unlink(self, path: Path, /) -> None:  # type: ignore[override]
+            if path.suffix != ".json":
+                return path.unlink()
+            with Store(tmp_path / "store") as other:
+                SessionStore(other).remove("talk")
+                try:
+                    path.unlink()
+                finally:
+                    other.tier.write(*chunk.arguments)
+                    SessionStore(other).save(*arguments)
+
+    with Store(tmp_path / "store", files=Slow()) as store:
+        store.tier.write(*chunk.arguments)
+        SessionStore(store).save(*arguments)
+        SessionStore(store).remove("talk")
+        refused = store.evict([chunk.digest]).refused
+        assert [refusal.reason for refusal in refused] == [Reason.CHUNK_PINNED]
+        assert store.audit() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,3 +273,24 @@ def test_chunks_that_wait_are_written_together(
     assert (gated.totals.chunks, gated.totals.failures) == (4, 0)
     assert set(gated.tier.list()) == {record.digest for record in (first, *others)}
     assert all(directory.arena.state(grant.slot) is SlotState.PUBLISHED for grant in first.grants if grant)
+
+
+def test_a_write_that_hangs_is_late_and_is_left_behind(directory: Directory, tmp_path: Path) -> None:
+    files, ticks = GatedFiles(), itertools.count(0.0, 6.0)
+    tier = FileTier(tmp_path, files=files)
+    publisher = Publisher(directory, tier, LAYOUT, clock=lambda: next(ticks), timeout_s=10.0)
+    publisher.start()
+    (thread,) = [each for each in threading.enumerate() if each.name == "kvstrata-publish"]
+    (record,) = make_history(directory, 1).chunks
+    publisher.submit(record)
+    assert files.waiting.wait(60)
+    with pytest.raises(StoreError) as refusal:
+        publisher.wait(record)
+    assert refusal.value.reason is Reason.STORE_LATE
+    assert record.file is FileReplicaState.WRITING
+    publisher.stop()
+    assert thread.is_alive()
+    files.gate.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert record.file is FileReplicaState.PUBLISHED

@@ -110,6 +110,29 @@ def test_a_hung_read_holds_up_nobody_past_the_deadline() -> None:
     assert bench.balanced()
 
 
+def test_hung_reads_share_one_deadline_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier, now, waits = GatedCopier(), [100.0], list[float]()
+    bench = Bench(copier=copier, clock=time.perf_counter)
+    workers = TransferWorkers(bench.queue, 3)
+    workers.start()
+    waiters = [bench.submit(number) for number in range(3)]
+    for _ in waiters:
+        copier.begun.acquire()
+
+    def join(thread: threading.Thread, timeout: float) -> None:
+        waits.append(timeout)
+        now[0] += timeout
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now[0])
+        patch.setattr(threading.Thread, "join", join)
+        assert workers.stop(10.0) is False
+    assert waits == [10.0, 0.0, 0.0]
+    for _ in waiters:
+        copier.gate.release()
+    assert workers.stop() is True
+
+
 def test_a_wait_for_credits_ends_when_they_come_back() -> None:
     copier = GatedCopier()
     bench = Bench(credits=Credits(SIZE, SIZE, SIZE, 1), copier=copier, clock=time.perf_counter)

@@ -354,18 +354,22 @@ class LayerAhead:
         ]
 
     def _stage(self) -> None:
-        """Start reads for the coming layers while slots and the planned depth allow."""
+        """Start reads for the coming layers while slots, credits and the planned depth allow."""
         if self._promoter is None or not self._stageable:
             return
         for _ in range(self.layers):
             if len(self._staged) >= self._depth and self._cold:
                 return
             layer = self._next_layer
-            if layer in self._staged or not self._stage_layer(layer):
+            # Credits that are short now come back when a layer has arrived: what is only ahead can wait for that.
+            if layer in self._staged or not self._promoter.affords(self._wanted(layer)) or not self._stage_layer(layer):
                 return
 
+    def _wanted(self, layer: int) -> list[tuple[ChunkRecord, int]]:
+        return self._needed(layer) if layer in self._stageable else []
+
     def _stage_layer(self, layer: int) -> bool:
-        needed = self._needed(layer) if layer in self._stageable else []
+        needed = self._wanted(layer)
         if needed:
             if self._promoter is None:
                 raise StateError(Reason.NOT_COMMITTED, "segments are in files and no file tier is open")

@@ -18,7 +18,6 @@ from kvstrata.errors import KvstrataError, Reason, SessionError, StateError, Sto
 from kvstrata.sessions.names import folder_name
 from kvstrata.sessions.snapshots import Snapshot
 from kvstrata.store.catalog import Catalog
-from kvstrata.store.catalog_pins import session_owner
 from kvstrata.store.collection import CollectOutcome, CollectResult
 from kvstrata.store.store import Store
 from kvstrata.tiers.filesystem import storage_error, write_fully
@@ -180,7 +179,9 @@ class SessionStore:
             for number in chosen:
                 with contextlib.suppress(FileNotFoundError):
                     self.store.files.unlink(folder / _file_name(number))
-                self._catalog().unpin(session_owner(folder.name, number))
+                self._catalog().pins.drop_session(folder.name, number)
+        except StoreError:
+            raise
         except OSError as error:
             raise storage_error(error, f"removing session {name!r} from {self.store.path}") from error
         with contextlib.suppress(OSError):

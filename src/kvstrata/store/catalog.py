@@ -4,6 +4,7 @@
     catalog.removals    eight bytes that tell every process when to forget (`catalog_mirror`)
     owners/             one locked file for each process (`owners`)
     lock.catalog        held alone while a damaged database is rebuilt
+    catalog.ballast     room that is given up when the disk is full (`ballast`)
 
 Published means: the row says so. A file without a row is no hit.
 """
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.contract.identity import ChunkIdentity
-from kvstrata.errors import KvstrataError
+from kvstrata.errors import KvstrataError, Reason, StoreError
+from kvstrata.store.ballast import Ballast
 from kvstrata.store.catalog_database import CATALOG_NAME, CatalogDamaged, Connect, Database, connect_sqlite
 from kvstrata.store.catalog_journal import CatalogJournal
 from kvstrata.store.catalog_mirror import Lookup, Mark, Mirror, MirrorEntry, RemovalCounter
@@ -108,6 +110,7 @@ class Catalog:
         self._now = now
         self._touched: dict[bytes, tuple[float, int]] = {}
         self._touching = threading.Lock()
+        self._ballast = Ballast(root)
         self._mark: ProcessMark | None = None
         self._counter: RemovalCounter | None = None
         self._database = self._opened(durable, read_only)
@@ -115,7 +118,7 @@ class Catalog:
             if not read_only:
                 self._mark = ProcessMark(root)
                 self._database.reopened = self._register
-                self._database.write(self._register)
+                self._database.write(self._register, frees=True)
             self._counter = RemovalCounter(root, read_only=read_only)
             self.mirror = Mirror(self._counter, self._fetch, self._removed_since, mirror_bytes)
             self.journal = CatalogJournal(
@@ -134,6 +137,10 @@ class Catalog:
             self.process = self._mark.name if self._mark else ""
             if not read_only:
                 self.recovered = self.recover()
+                self._ballast.lay()
+        except StoreError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise storage_error(error, f"opening the catalog of {root}") from error
@@ -174,13 +181,18 @@ class Catalog:
             self.flush()
 
     def flush(self) -> None:
-        """Write held touches. Blocks. Errors: `StoreError`."""
+        """Write held touches, unless the disk is full. Blocks. Errors: `StoreError`."""
         with self._touching:
             touched, self._touched = self._touched, {}
         if touched:
             rows = [(now, uses, chunk) for chunk, (now, uses) in touched.items()]
             statement = "UPDATE chunks SET last_used = MAX(last_used, ?), uses = uses + ? WHERE digest = ?"
-            self._database.write(lambda database: database.executemany(statement, rows))
+            try:
+                self._database.write(lambda database: database.executemany(statement, rows))
+            except StoreError as error:
+                # A full disk must not stop what would make room on it: these uses are not counted.
+                if error.reason is not Reason.STORE_FULL:
+                    raise
 
     def candidates(self, limit: int = 1000) -> list[Candidate]:
         """Published chunks without a pin in force, those first that were not used for longest. Blocks."""
@@ -207,7 +219,7 @@ class Catalog:
 
     def count_aside(self) -> None:
         """Count damaged and stray temporary files anew, after somebody removed some. Blocks. Errors: `StoreError`."""
-        self._database.write(lambda database: count_aside(database, self.root))
+        self._database.write(lambda database: count_aside(database, self.root), frees=True)
 
     def figures(self) -> CatalogFigures:
         """Counts and bytes. Blocks for one query."""
@@ -254,6 +266,8 @@ class Catalog:
                     self._database.write(self._leave)
         finally:
             self._database.close()
+            if self._mark is not None:
+                self._ballast.lay()
             if self._counter is not None:
                 self._counter.close()
             if self._mark is not None:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstrata.errors import Reason, StateError, StoreError
+from kvstrata.store.ballast import Ballast
 from kvstrata.store.catalog_schema import APPLICATION_ID, SCHEMA_VERSION
 
-__all__ = ["CATALOG_NAME", "CatalogDamaged", "Connect", "Database", "alone_at_gate", "connect_sqlite"]
+__all__ = ["CATALOG_NAME", "CatalogDamaged", "Connect", "Database", "alone_at_gate", "connect_sqlite", "translated"]
 
 CATALOG_NAME = "catalog.sqlite"
 GATE_NAME = "lock.catalog"
@@ -39,6 +40,8 @@ _DAMAGED = frozenset(
         sqlite3.SQLITE_MISMATCH,
     }
 )
+_NO_ROOM_FOR_LOG = frozenset({sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMMAP})
+"""SQLite has a word of its own for a full disk, but not where it makes the index of its log."""
 _MEANINGS = {
     sqlite3.SQLITE_FULL: (Reason.STORE_FULL, "free space on the disk or remove sessions with `kvstrata store rm NAME`"),
     sqlite3.SQLITE_BUSY: (Reason.STORE_BUSY, "another process writes to the catalog all the time; try again later"),
@@ -91,6 +94,7 @@ class Database:
         self.read_only = read_only
         self.inode = 0
         self.reopened: Callable[[sqlite3.Connection], object] = lambda connection: None
+        self._ballast = Ballast(root)
         self._store = store
         self._durable = durable
         self._connect = connect
@@ -104,7 +108,7 @@ class Database:
         if not read_only:
             self._gate = os.open(root / GATE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._open()
+            self._open_spending()
         except BaseException:
             self.close()
             raise
@@ -117,25 +121,36 @@ class Database:
             self.mend()
             return self._read(query)
 
-    def write(self, change: Callable[[sqlite3.Connection], Result], *, lazy: bool = False) -> Result:
+    def write(
+        self, change: Callable[[sqlite3.Connection], Result], *, lazy: bool = False, frees: bool = False
+    ) -> Result:
         """Run `change` in one transaction, alone among all processes; what it raises undoes it.
 
-        lazy: it need not have reached the disk before it is followed by one that must. It runs again when the database
-        turned out to be damaged and another took its place. Errors: as `read`.
+        lazy: it need not have reached the disk before it is followed by one that must. frees: it gives room back, and
+        may spend the ballast where the disk has none left. It runs again then, and when the database turned out to be
+        damaged and another took its place. Errors: as `read`.
         """
         with self._writing:
-            try:
-                return self._write(change, lazy)
-            except CatalogDamaged:
-                self.mend()
-                return self._write(change, lazy)
+            while True:
+                try:
+                    return self._write_or_mend(change, lazy)
+                except StoreError as error:
+                    if not (frees and error.reason is Reason.STORE_FULL and self._ballast.spend()):
+                        raise
+
+    def _write_or_mend(self, change: Callable[[sqlite3.Connection], Result], lazy: bool) -> Result:
+        try:
+            return self._write(change, lazy)
+        except CatalogDamaged:
+            self.mend()
+            return self._write(change, lazy)
 
     def _read(self, query: Callable[[sqlite3.Connection], Result]) -> Result:
         with self._reading:
             if self._reader is None:
                 raise _closed(self.path)
             if not self._moved():
-                with _translated(self.path):
+                with translated(self.path):
                     return query(self._reader)
         with self._writing:
             self._reopen()
@@ -149,7 +164,7 @@ class Database:
         try:
             if self._moved():
                 self._reopen()
-            with _translated(self.path):
+            with translated(self.path):
                 self._sync(self._writer, lazy)
                 self._writer.execute("BEGIN IMMEDIATE")
                 try:
@@ -180,23 +195,15 @@ class Database:
     def close(self) -> None:
         """Let go of the file. Idempotent."""
         with self._writing, self._reading:
-            for connection in (self._writer, self._reader):
-                if connection is not None:
-                    with contextlib.suppress(sqlite3.Error):
-                        connection.close()
-            self._writer = self._reader = None
+            self._let_go()
             if self._gate is not None:
                 os.close(self._gate)
                 self._gate = None
 
     def _reopen(self) -> None:
         with self._reading:
-            for connection in (self._writer, self._reader):
-                if connection is not None:
-                    with contextlib.suppress(sqlite3.Error):
-                        connection.close()
-            self._writer = self._reader = None
-            self._open()
+            self._let_go()
+            self._open_spending()
         self._report_reopened()
 
     def _report_reopened(self) -> None:
@@ -217,6 +224,23 @@ class Database:
             raise CatalogDamaged(f"{self.path} is gone") from error
         return moved or (self._quiet and self._log.exists())
 
+    def _open_spending(self) -> None:
+        """Whoever cannot open a store cannot remove anything from it."""
+        while True:
+            try:
+                return self._open()
+            except StoreError as error:
+                self._let_go()
+                if self.read_only or error.reason is not Reason.STORE_FULL or not self._ballast.spend():
+                    raise
+
+    def _let_go(self) -> None:
+        for connection in (self._writer, self._reader):
+            if connection is not None:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.close()
+        self._writer = self._reader = None
+
     def _open(self) -> None:
         try:
             status = self.path.stat()
@@ -224,7 +248,7 @@ class Database:
             raise CatalogDamaged(f"{self.path} is missing") from error
         self.inode = status.st_ino
         self._full = False
-        with _translated(self.path):
+        with translated(self.path):
             self._reader = self._opened()
             if not self.read_only:
                 self._writer = self._opened()
@@ -234,7 +258,7 @@ class Database:
     def _quick_check(self) -> None:
         if self._reader is None:
             raise _closed(self.path)
-        with _translated(self.path):
+        with translated(self.path):
             found = self._reader.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise CatalogDamaged(f"{self.path}: {found}")
@@ -269,7 +293,8 @@ class Database:
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def translated(path: Path) -> Iterator[None]:
+    """What SQLite says of the database at `path` becomes `CatalogDamaged` or `StoreError`."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -280,6 +305,8 @@ def _translated(path: Path) -> Iterator[None]:
         undecodable = code is None and isinstance(error, (sqlite3.OperationalError, sqlite3.DataError))
         if primary in _DAMAGED or undecodable or (primary == sqlite3.SQLITE_ERROR and "no such" in str(error)):
             raise CatalogDamaged(f"{path}: {error}") from error
+        if code in _NO_ROOM_FOR_LOG:
+            primary = sqlite3.SQLITE_FULL
         reason, step = _MEANINGS.get(primary or 0, (Reason.STORE_IO, "check the disk and the system log"))
         raise StoreError(reason, f"the catalog {path} refuses: {error}", step) from error
 

@@ -13,7 +13,9 @@ import contextlib
 import os
 import re
 import sqlite3
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +37,8 @@ Result = TypeVar("Result")
 
 _ZEROS = memoryview(bytes(1 << 20))
 _LISTED_AT_ONCE = 4096
+_OWN_INTENT = "SELECT temporary FROM intents WHERE id = ? AND process = ? AND chunk = ?"
+_END_INTENT = "DELETE FROM intents WHERE id = ? AND process = ? AND chunk = ?"
 _TEMPORARY = re.compile(r"[0-9a-z][-.0-9a-z]*")
 
 
@@ -71,6 +75,8 @@ class CatalogJournal:
         self._zero_tenants = frozenset(zero_tenants)
         self._reclaim = reclaim
         self._now = now
+        self._unsettled: dict[int, tuple[bytes, Callable[[sqlite3.Connection], None]]] = {}
+        self._unsettled_lock = threading.Lock()
         self.make_room: Callable[[int, ChunkIdentity | None], None] | None = None
 
     def published(self, chunk: bytes) -> bool:
@@ -116,6 +122,7 @@ class CatalogJournal:
                 return None
             return change(database)
 
+        self._settle_unsettled()
         # An intent that a power failure takes leaves a temporary file that no row names, which goes just as well.
         transaction = self._database.write(reserve, lazy=True)
         if transaction is None:
@@ -157,7 +164,7 @@ class CatalogJournal:
                 )
                 new = []
                 for (row, (transaction, header)), outcome in zip(pairs, outcomes, strict=True):
-                    database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
+                    database.execute(_END_INTENT, (transaction, self._process(), header.identity.digest))
                     if row is not None and outcome is not WriteOutcome.ALREADY_PRESENT:
                         announce()
                         drop_row(database, row)
@@ -173,21 +180,37 @@ class CatalogJournal:
         return outcomes
 
     def abort(self, intents: Sequence[tuple[int, ChunkIdentity]]) -> None:
-        def change(database: sqlite3.Connection) -> None:
-            for transaction, identity in intents:
-                zero = self._zeroes(tenant_digest(identity.context.namespace.tenant))
-                found = database.execute("SELECT temporary FROM intents WHERE id = ?", (transaction,)).fetchone()
-                self.settle(database, identity.digest, zero=zero)
-                if found is not None and zero:
-                    self.discard_temporary(found[0], zero=True)
-                database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
-
-        # What stays behind is resolved by the next one who recovers.
-        with contextlib.suppress(KvstrataError, OSError, CatalogDamaged), self._counter.guard() as announce:
-            announce()
-            self._database.write(change)
+        for transaction, identity in intents:
+            change = partial(self._abort_one, transaction, identity)
+            # What stays behind is resolved by the next write, or by whoever recovers after this process.
+            with self._unsettled_lock:
+                self._unsettled[transaction] = (identity.digest, change)
+        self._settle_unsettled()
         for _, identity in intents:
             self._mirror.forget(identity.digest)
+
+    def _abort_one(self, transaction: int, identity: ChunkIdentity, database: sqlite3.Connection) -> None:
+        chunk, zero = identity.digest, self._zeroes(tenant_digest(identity.context.namespace.tenant))
+        # Numbers begin anew in a database that was built anew: they may be somebody else's by now.
+        known = (transaction, self._process(), chunk)
+        found = database.execute(_OWN_INTENT, known).fetchone()
+        self.settle(database, chunk, zero=zero)
+        if found is not None and zero:
+            self.discard_temporary(found[0], zero=True)
+        database.execute(_END_INTENT, known)
+
+    def _settle_unsettled(self) -> None:
+        """Give back what earlier writes could not: their bytes would count against the cap while this process lives."""
+        with self._unsettled_lock:
+            waiting = list(self._unsettled.items())
+        for transaction, (chunk, change) in waiting:
+            with contextlib.suppress(KvstrataError, OSError, CatalogDamaged):
+                with self._counter.guard() as announce:
+                    announce()
+                    self._database.write(change, frees=True)
+                self._mirror.forget(chunk)
+                with self._unsettled_lock:
+                    self._unsettled.pop(transaction, None)
 
     def remove(self, chunk: bytes, aside: Callable[[], bool]) -> bool:
         with self._counter.guard() as announce:
@@ -202,7 +225,7 @@ class CatalogJournal:
                 database.execute("UPDATE space SET damaged_bytes = ?", (_bytes_in(self.root / "damaged"),))
                 return found
 
-            found = self._database.write(change)
+            found = self._database.write(change, frees=True)
         self._mirror.forget(chunk)
         return found
 
@@ -237,7 +260,7 @@ class CatalogJournal:
                         rows += (row,)
                 return rows, refused
 
-            result = self._database.write(change)
+            result = self._database.write(change, frees=True)
         for row in result[0]:
             self._mirror.forget(row.chunk)
         return result
@@ -256,7 +279,7 @@ class CatalogJournal:
                         freed += row.file_bytes
                 return freed
 
-            return self._database.write(change)
+            return self._database.write(change, frees=True)
 
     def settle(self, database: sqlite3.Connection, chunk: bytes, *, zero: bool = False) -> None:
         """Inside a guarded transaction: make the file of `chunk` and its row agree after a write that did not end.

@@ -8,15 +8,19 @@ after each. What was removed is then read from the catalog. The oldest half goes
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
+
+from kvstrata.tiers.filesystem import storage_error
 
 __all__ = ["COUNTER_NAME", "Lookup", "Mirror", "MirrorEntry", "RemovalCounter"]
 
@@ -66,7 +70,8 @@ class RemovalCounter:
             self._fd = os.open(root / COUNTER_NAME, flags | os.O_CLOEXEC, 0o666)
             if not read_only and os.fstat(self._fd).st_size < 8:
                 os.ftruncate(self._fd, 8)
-            self._map = mmap.mmap(self._fd, 8, access=mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE)
+            # Written as a file: a store into a mapped page that a full disk cannot hold would kill the process.
+            self._map = mmap.mmap(self._fd, 8, access=mmap.ACCESS_READ)
             self._view = memoryview(self._map).cast("Q")
         except (OSError, ValueError):
             if not read_only:
@@ -80,24 +85,29 @@ class RemovalCounter:
     @contextlib.contextmanager
     def guard(self) -> Iterator[Callable[[], None]]:
         """Around every transaction that may remove, over all processes; blocks. It calls what this yields before it
-        commits a removal."""
+        commits a removal. Errors of that call: `StoreError` where the disk does not take the count."""
         with self._lock:
             assert self._fd is not None
             assert self._view is not None
-            view, announced = self._view, False
+            fd, view, announced = self._fd, self._view, False
 
             def announce() -> None:
                 nonlocal announced
+                try:
+                    _store(fd, view[0] | 1)
+                except OSError as error:
+                    raise storage_error(error, "counting a removal") from error
                 announced = True
-                view[0] |= 1
 
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX)
             try:
                 yield announce
             finally:
                 if announced:
-                    view[0] = (view[0] + 1) % 2**64
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                    # Where it cannot be written the count stays odd, and nothing remembered is trusted.
+                    with contextlib.suppress(OSError):
+                        _store(fd, (view[0] + 1) % 2**64)
+                fcntl.flock(fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Unmap. Idempotent."""
@@ -109,6 +119,11 @@ class RemovalCounter:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
+
+
+def _store(fd: int, count: int) -> None:
+    if os.pwrite(fd, count.to_bytes(8, sys.byteorder), 0) != 8:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Mirror:

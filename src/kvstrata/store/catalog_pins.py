@@ -17,16 +17,10 @@ from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.store.catalog_database import Database
 from kvstrata.store.catalog_journal import CatalogJournal
 from kvstrata.store.catalog_rows import find_row
+from kvstrata.store.manifests import SESSION_PREFIX, manifest_path, session_owner
 from kvstrata.store.owners import is_alive
 
-__all__ = ["SESSION_PREFIX", "Pins", "SessionClaim", "session_owner"]
-
-SESSION_PREFIX = "session:"
-
-
-def session_owner(folder: str, sequence: int) -> str:
-    """Name under which the snapshot `sequence` in `folder` pins its chunks."""
-    return f"{SESSION_PREFIX}{folder}/{sequence}"
+__all__ = ["Pins", "SessionClaim"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,27 @@ class Pins:
             else:
                 database.executemany("DELETE FROM pins WHERE owner = ? AND chunk = ?", [(*found, c) for c in chunks])
 
-        self._database.write(change)
+        self._database.write(change, frees=True)
+
+    def drop_session(self, folder: str, sequence: int) -> None:
+        """Let go of what a manifest that was removed had pinned, unless another is being, or was, saved in its place.
+
+        Of two processes that remove one session, the later must not take the pins of what was saved in between.
+        """
+        owner = session_owner(folder, sequence)
+
+        def change(database: sqlite3.Connection) -> None:
+            path = manifest_path(self._root, owner)
+            found = database.execute(
+                "SELECT id FROM owners WHERE name = ? AND id NOT IN"
+                " (SELECT session FROM intents WHERE session IS NOT NULL)",
+                (owner,),
+            ).fetchone()
+            if found is not None and (path is None or not path.is_file()):
+                database.execute("DELETE FROM pins WHERE owner = ?", found)
+                database.execute("DELETE FROM owners WHERE id = ?", found)
+
+        self._database.write(change, frees=True)
 
     def pinned_by(self, owner: str) -> frozenset[bytes]:
         """Chunks that `owner` has pinned, expired or not."""
@@ -157,7 +171,7 @@ class Pins:
             else:
                 database.execute("UPDATE owners SET bytes = ? WHERE id = ?", (nbytes, claim.owner))
 
-        self._database.write(change)
+        self._database.write(change, frees=True)
 
     def _add_session(self, database: sqlite3.Connection, owner: str) -> int:
         database.execute(

@@ -10,14 +10,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstrata.store.catalog_pins import SESSION_PREFIX, session_owner
+__all__ = ["SESSION_PREFIX", "manifest_path", "named_chunks", "session_manifests", "session_owner"]
 
-__all__ = ["manifest_path", "named_chunks", "session_manifests"]
-
+SESSION_PREFIX = "session:"
 _FOLDER = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"([1-9][0-9]{0,17})\.json", re.ASCII)
 _OWNER = re.compile(rf"{SESSION_PREFIX}([0-9a-f]{{64}})/([1-9][0-9]{{0,17}})", re.ASCII)
 _DIGEST_BYTES = 32
+
+
+def session_owner(folder: str, sequence: int) -> str:
+    """Name under which the snapshot `sequence` in `folder` pins its chunks."""
+    return f"{SESSION_PREFIX}{folder}/{sequence}"
 
 
 def session_manifests(root: Path) -> Iterator[tuple[str, Path]]:

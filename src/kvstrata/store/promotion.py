@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvstrata.contract.capability import DEVICE
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.states import ResidencyState, SlotState
-from kvstrata.cost.credits import Credits
+from kvstrata.cost.credits import Credits, shortage
 from kvstrata.cost.service_rates import Direction, ServiceObservation
 from kvstrata.errors import DamagedError, Reason, StateError, StoreError
 from kvstrata.ports import Clock
@@ -267,6 +267,13 @@ class Promoter:
             promotions.append(Promotion(record, layer, grant))
         return promotions
 
+    def affords(self, segments: Sequence[tuple[ChunkRecord, int]]) -> bool:
+        """Whether the credits for reading all of `segments` are free now, none of them being read already."""
+        nbytes = sum(self._length(record) for record, _ in segments)
+        staging = len(segments) * self.directory.arena.slot_bytes
+        entries = min(len(segments), max(1, self.readers))
+        return shortage(self.pool.free, Credits(nbytes, staging, nbytes, entries)) is None
+
     def start(self, promotions: Sequence[Promotion]) -> Batch:
         """Begin reading into the reserved slots. Does not block.
 
@@ -324,7 +331,9 @@ class Promoter:
         return UnitKey(context.namespace, context.digest, segments, self.layout, self.source)
 
     def _bytes(self, items: Sequence[Promotion]) -> int:
-        size = self.layout.chunk_tokens
-        lengths = [len(item.record.identity.token_ids) for item in items]
-        whole = self.layout.segment_bytes
-        return sum(whole if length == size else payload_bytes(self.layout, length) for length in lengths)
+        return sum([self._length(item.record) for item in items])
+
+    def _length(self, record: ChunkRecord) -> int:
+        tokens = len(record.identity.token_ids)
+        whole = tokens == self.layout.chunk_tokens
+        return self.layout.segment_bytes if whole else payload_bytes(self.layout, tokens)

@@ -7,6 +7,7 @@ together, so that they share their transactions.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -27,6 +28,8 @@ from kvstrata.tiers.journal import WriteOutcome
 from kvstrata.tiers.memory import Grant
 
 __all__ = ["PublicationTotals", "Publisher"]
+
+_POLL_S = 0.5
 
 
 Job = tuple[ChunkRecord, list[Grant]]
@@ -59,7 +62,8 @@ class PublicationTotals:
 class Publisher:
     """Writes sealed chunks in the order they were submitted.
 
-    in_use: where what was written is held from eviction. rates: where the time that it took is noted.
+    in_use: where what was written is held from eviction. rates: where the time that it took is noted. timeout_s:
+    longest time for one chunk, in seconds of `clock`.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Publisher:
         clock: Clock = time.perf_counter,
         in_use: ChunksInUse | None = None,
         rates: ServiceLedger | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
         self.directory = directory
         self.tier = tier
@@ -78,6 +83,8 @@ class Publisher:
         self._clock = clock
         self._in_use = in_use
         self._rates = rates
+        self._timeout_s = timeout_s
+        self._began = 0.0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._settled = threading.Condition()
         self._pending: set[ChunkRecord] = set()
@@ -107,11 +114,21 @@ class Publisher:
         return len(self._pending)
 
     def wait(self, record: ChunkRecord | None = None) -> float:
-        """Block until `record` (or everything queued) is settled, written or failed; return the seconds waited."""
+        """Block until `record` (or everything queued) is settled, written or failed; return the seconds waited.
+
+        Errors: `StoreError` with STORE_LATE when the chunk that is being written takes longer than `timeout_s`; it
+        stays in memory, and may be waited for again.
+        """
         start = self._clock()
         with self._settled:
             while self._pending if record is None else record in self._pending:
-                self._settled.wait(timeout=1.0)
+                if self._late(start):
+                    raise StoreError(
+                        Reason.STORE_LATE,
+                        f"a chunk was not written within {self._timeout_s:g} s",
+                        "its rows are still in memory: try again, check the disk, or pass a longer read_timeout_s",
+                    )
+                self._settled.wait(timeout=_POLL_S)
                 if self._error is not None or self._thread is None or not self._thread.is_alive():
                     break
         if self._error is not None:
@@ -119,11 +136,20 @@ class Publisher:
         return self._clock() - start
 
     def stop(self) -> None:
-        """Finish what is queued, then end the thread. Blocks; interrupted, it leaves only whole files behind."""
+        """Finish what is queued, then end the thread. Blocks; interrupted, it leaves only whole files behind.
+
+        A thread whose write takes longer than `timeout_s` stays behind, and ends after it.
+        """
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            start = self._clock()
+            while self._thread.is_alive() and not self._late(start):
+                self._thread.join(_POLL_S)
             self._thread = None
+
+    def _late(self, since: float) -> bool:
+        """Whether nothing has come to its end for too long, for somebody who has waited since then."""
+        return self._clock() - max(since, self._began) > self._timeout_s
 
     def run_one(self) -> bool:
         """Write the next queued chunk on this thread; whether there was one. For an owner that starts no thread."""
@@ -159,6 +185,7 @@ class Publisher:
 
     def _settle(self, jobs: list[Job]) -> None:
         start, cpu = self._clock(), time.thread_time()
+        self._began = start
         state, failure = FileReplicaState.FAILED, None
         try:
             self._write(jobs)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvstrata.errors import DamagedError, Reason
+from kvstrata.errors import DamagedError, Reason, StoreError
 from kvstrata.store.catalog_database import (
     CATALOG_NAME,
     CatalogDamaged,
@@ -22,10 +22,12 @@ from kvstrata.store.catalog_database import (
     Database,
     alone_at_gate,
     connect_sqlite,
+    translated,
 )
 from kvstrata.store.catalog_rows import find_row, insert_rows
 from kvstrata.store.catalog_schema import SCHEMA
 from kvstrata.store.manifests import named_chunks, session_manifests
+from kvstrata.store.owners import FOLDER
 from kvstrata.tiers.files import ChunkFile, FileTier
 from kvstrata.tiers.filesystem import FileSystem, storage_error
 
@@ -55,6 +57,12 @@ def rebuild_catalog(
     with alone_at_gate(root):
         try:
             return _rebuild_alone(root, path, store, files, seen, progress, connect, now)
+        except StoreError:
+            raise
+        except CatalogDamaged as error:
+            raise StoreError(
+                Reason.STORE_IO, f"the catalog of {root} cannot be built: {error}", "check the disk"
+            ) from error
         except OSError as error:
             raise storage_error(error, f"building the catalog of {root}") from error
 
@@ -77,23 +85,43 @@ def _rebuild_alone(
         left.unlink()
     epoch, generation = _last_counts(path, connect)
     new = root / _NEW
-    database = connect(f"{new.absolute().as_uri()}?mode=rwc")
     try:
-        database.execute("PRAGMA synchronous = OFF")
-        database.execute("PRAGMA journal_mode = MEMORY")
-        database.executescript(SCHEMA)
-        database.execute("BEGIN")
-        started = int(now() * 1e6)
-        database.execute(
-            "INSERT INTO meta VALUES (?, ?, ?)", (store, max(generation, started), max(epoch, started) + 1)
-        )
-        _fill(database, root, files, progress)
-        database.execute("COMMIT")
-        database.execute("PRAGMA journal_mode = WAL")
-    finally:
-        database.close()
+        with translated(new), contextlib.closing(connect(f"{new.absolute().as_uri()}?mode=rwc")) as database:
+            _make(database, root, store, files, progress, (generation, epoch), now)
+    except BaseException:
+        for left in root.glob(f"{_NEW}*"):
+            left.unlink()
+        raise
     _take_the_place(new, path, root, files)
     return True
+
+
+def _make(
+    database: sqlite3.Connection,
+    root: Path,
+    store: str,
+    files: FileSystem,
+    progress: Progress,
+    least: tuple[int, int],
+    now: Callable[[], float],
+) -> None:
+    """Tables and rows. least: generation and epoch that must be passed."""
+    database.execute("PRAGMA synchronous = OFF")
+    database.execute("PRAGMA journal_mode = MEMORY")
+    database.executescript(SCHEMA)
+    database.execute("BEGIN")
+    started = int(max(now(), _last_change(root)) * 1e6)
+    database.execute("INSERT INTO meta VALUES (?, ?, ?)", (store, max(least[0], started), max(least[1], started) + 1))
+    _fill(database, root, files, progress)
+    database.execute("COMMIT")
+    database.execute("PRAGMA journal_mode = WAL")
+
+
+def _last_change(root: Path) -> float:
+    """Seconds since 1970 at which something was last written or removed, for a clock that went backward since."""
+    places = [root, root / "chunks", root / FOLDER, *(path.parent for _, path in chunk_files(root))]
+    times = [path.stat().st_mtime for path in dict.fromkeys(places) if path.exists()]
+    return max(times, default=0.0)
 
 
 def chunk_files(root: Path) -> Iterator[tuple[bytes, Path]]:

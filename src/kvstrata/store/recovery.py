@@ -48,16 +48,16 @@ def recover(database: Database, journal: CatalogJournal, counter: RemovalCounter
                 announce()
                 return _bury(current, journal, root, dead)
 
-            report = database.write(bury)
+            report = database.write(bury, frees=True)
     deletions = _deleting(database)
     if deletions:
         journal.finish_deleting(deletions)
-    sessions = database.write(lambda current: _drop_sessions_without_manifest(current, root))
+    sessions = database.write(lambda current: _drop_sessions_without_manifest(current, root), frees=True)
     named = set(_processes(database))
     for process in left_marks(root):
         if process not in named:
             remove_mark(root, process)
-    database.write(lambda current: count_aside(current, root))
+    database.write(lambda current: count_aside(current, root), frees=True)
     epoch = database.read(lambda current: int(current.execute("SELECT authority_epoch FROM meta").fetchone()[0]))
     return replace(report, deletions=len(deletions), sessions=report.sessions + sessions, epoch=epoch)
 

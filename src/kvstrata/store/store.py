@@ -23,7 +23,7 @@ from kvstrata.errors import ConfigurationError, Reason, StateError, StoreError
 from kvstrata.store.admission import AdmissionFilter
 from kvstrata.store.audit import Finding, audit, repair
 from kvstrata.store.catalog import Catalog
-from kvstrata.store.catalog_database import CatalogDamaged, Connect, alone_at_gate, connect_sqlite
+from kvstrata.store.catalog_database import CATALOG_NAME, CatalogDamaged, Connect, alone_at_gate, connect_sqlite
 from kvstrata.store.collection import (
     CollectOutcome,
     CollectResult,
@@ -51,15 +51,15 @@ class Store:
     """The store at `path`, open until `close`.
 
     create: make it when the path does not exist or is an empty directory. durable: see `FileTier`. read_only: `True`
-    never writes; `False` insists on writing; `None` writes where the system permits it, and `read_only` says which it
-    was. max_bytes: hard cap on the bytes of chunks, manifests, temporary and damaged files over all processes; the
-    catalog itself comes on top. retention: under a cap, which chunks leave first when no session and no open request
-    needs them: an eviction policy, or `None` to refuse instead. admission: let a chunk that would displace others be
-    written only if it was asked for more often. zero_tenants: tenants whose files are overwritten with zeros before
-    they go. progress: called with chunk files done and in all while a catalog is built, for a store that has none.
-    wait_s: longest wait for another process that deletes. wrap_tier: puts a tier of the caller's, such as
-    `ThrottledTier` or `FaultyTier`, between the files and whoever stores and reads chunks; verification and collection
-    look at the files themselves.
+    never writes; `False` insists on writing; `None` writes where the system permits it and the disk has room for the
+    catalog's log, and `read_only` says which it was. max_bytes: hard cap on the bytes of chunks, manifests, temporary
+    and damaged files over all processes; the catalog itself comes on top. retention: under a cap, which chunks leave
+    first when no session and no open request needs them: an eviction policy, or `None` to refuse instead. admission:
+    let a chunk that would displace others be written only if it was asked for more often. zero_tenants: tenants whose
+    files are overwritten with zeros before they go. progress: called with chunk files done and in all while a catalog
+    is built, for a store that has none. wait_s: longest wait for another process that deletes. wrap_tier: puts a tier
+    of the caller's, such as `ThrottledTier` or `FaultyTier`, between the files and whoever stores and reads chunks;
+    verification and collection look at the files themselves.
 
     Attributes:
         path: its directory.
@@ -101,6 +101,7 @@ class Store:
         self.path = Path(path).expanduser()
         self.files: FileSystem = files if files is not None else OsFiles()
         self.catalog: Catalog | None = None
+        self._full: StoreError | None = None
         marker = prepare(self.path, create=create and not read_only, files=self.files)
         self.read_only = read_only is True or not self._may_write(insist=read_only is False)
         try:
@@ -111,14 +112,13 @@ class Store:
             self._lock.share(wait_s)
             if not self.read_only and marker.format < STORE_FORMAT:
                 marker = self._upgrade()
-            self.catalog = self._open_catalog(
-                marker,
-                durable=durable,
-                max_bytes=max_bytes,
-                zero_tenants=zero_tenants,
-                progress=progress,
-                connect=connect,
-            )
+            options = {"durable": durable, "max_bytes": max_bytes, "zero_tenants": zero_tenants, "progress": progress}
+            try:
+                self.catalog = self._open_catalog(marker, connect=connect, **options)
+            except StoreError as error:
+                if not self._may_be_read(error, insist=read_only is False):
+                    raise
+                self.catalog = self._open_catalog(marker, connect=connect)
             if self.catalog is not None and not self.read_only:
                 with self._lock.exclusive() as alone:
                     if alone:
@@ -172,8 +172,9 @@ class Store:
         """
         lock = self._open_lock()
         if self.read_only:
+            reason = self._full.reason if self._full is not None else Reason.STORE_READ_ONLY
             return CollectResult(
-                CollectOutcome.READ_ONLY, reason=Reason.STORE_READ_ONLY, detail=f"{self.path} is open for reading only"
+                CollectOutcome.READ_ONLY, reason=reason, detail=f"{self.path} is open for reading only"
             )
         with lock.exclusive() as alone:
             if not alone:
@@ -206,8 +207,10 @@ class Store:
         return evict(self.catalog, chunks)
 
     def require_writable(self) -> None:
-        """Errors: `StoreError` with STORE_READ_ONLY when writes are refused, `StateError` after `close`."""
+        """Errors: `StoreError` with STORE_READ_ONLY or STORE_FULL when writes are refused, `StateError` if closed."""
         self._open_lock()
+        if self._full is not None:
+            raise StoreError(self._full.reason, self._full.cause, self._full.next_step)
         if self.read_only:
             raise StoreError(
                 Reason.STORE_READ_ONLY,
@@ -249,6 +252,13 @@ class Store:
         with contextlib.suppress(CatalogDamaged, StoreError):
             return Catalog(self.path, marker.id, self.files, read_only=True, connect=options["connect"])
         return None
+
+    def _may_be_read(self, error: StoreError, *, insist: bool) -> bool:
+        """On a disk so full that no log can be written, what is stored can still be read."""
+        if insist or self.read_only or error.reason is not Reason.STORE_FULL:
+            return False
+        self._full, self.read_only = error, (self.path / CATALOG_NAME).exists()
+        return self.read_only
 
     def _may_write(self, *, insist: bool) -> bool:
         probe = self.path / "tmp" / f"probe.{os.getpid()}"

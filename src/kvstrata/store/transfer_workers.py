@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.store.transfers import TransferQueue
@@ -33,13 +34,15 @@ class TransferWorkers:
             thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the threads after the copies under way; whether all have ended within `timeout_s`. Blocks. Idempotent."""
+        """End the threads after the copies under way; whether all have ended within `timeout_s`, which they share.
+        Blocks. Idempotent."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._queue.lock:
             self._stopping = True
             self._queue.changed.notify_all()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(timeout_s)
+                thread.join(None if end is None else max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def __enter__(self) -> TransferWorkers:

@@ -12,10 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from kvstrata.errors import Reason, StoreError
 from kvstrata.store.admission import AdmissionFilter
 from kvstrata.store.catalog import Catalog
 
 __all__ = ["ChunksInUse"]
+
+_SHARE_OF_LEASE = 60
 
 
 class ChunksInUse:
@@ -51,7 +54,7 @@ class ChunksInUse:
         """
         wanted = list(dict.fromkeys(chunks))
         with self._lock:
-            missing = self._lease([chunk for chunk in wanted if chunk not in self._leased])
+            missing = self._lease_or_go_on([chunk for chunk in wanted if chunk not in self._leased])
             for chunk in wanted:
                 if self._admission is not None:
                     self._admission.record(chunk)
@@ -78,9 +81,9 @@ class ChunksInUse:
             return
         with self._lock:
             self._renew_at = self._now() + self._lease_s / 2
-            if self._catalog is not None and self._leased:
+            if self._catalog is not None:
                 # A chunk that is gone by now, evicted after its lease had ended, is met as a miss when it is read.
-                self._lease([chunk for chunk in self._leased if self._uses[chunk] > 0])
+                self._lease_or_go_on([chunk for chunk, uses in self._uses.items() if uses > 0])
 
     def settle(self) -> None:
         """End the leases of what is used no more, now. Errors: `StoreError`."""
@@ -94,6 +97,16 @@ class ChunksInUse:
             if self._catalog is not None and self._leased:
                 self._catalog.unpin(self._catalog.process, list(self._leased))
             self._leased.clear()
+
+    def _lease_or_go_on(self, chunks: list[bytes]) -> frozenset[bytes]:
+        """As `_lease`. On a full disk the chunks are read without a lease, and leased when it has room again."""
+        try:
+            return self._lease(chunks)
+        except StoreError as error:
+            if error.reason is not Reason.STORE_FULL or self._catalog is None:
+                raise
+            self._renew_at = min(self._renew_at, self._now() + self._lease_s / _SHARE_OF_LEASE)
+            return frozenset(chunk for chunk in chunks if not self._catalog.journal.published(chunk))
 
     def _lease(self, chunks: list[bytes]) -> frozenset[bytes]:
         catalog = self._catalog
@@ -109,10 +122,10 @@ class ChunksInUse:
             return frozenset()
         end = self._now() + self._lease_s
         self._renew_at = min(self._renew_at, end - self._lease_s / 2)
-        missing = frozenset(catalog.pin(catalog.process, chunks, end))
-        if missing:
-            # All or none is the catalog's rule: the others are leased without those that are gone.
-            chunks = [chunk for chunk in chunks if chunk not in missing]
-            missing |= frozenset(catalog.pin(catalog.process, chunks, end)) if chunks else frozenset()
-        self._leased.update(chunk for chunk in chunks if chunk not in missing)
+        missing: frozenset[bytes] = frozenset()
+        # All or none is the catalog's rule: the others are leased without those that are gone, until none is.
+        while chunks and (gone := frozenset(catalog.pin(catalog.process, chunks, end))):
+            missing |= gone
+            chunks = [chunk for chunk in chunks if chunk not in gone]
+        self._leased.update(chunks)
         return missing

@@ -119,7 +119,9 @@ def read_fully(files: FileSystem, fd: int, buffers: Sequence[memoryview], offset
 
 
 def storage_error(error: OSError, doing: str) -> StoreError:
-    """The refusal that an `OSError` of the system means, with cause and next step."""
+    """The refusal that an `OSError` of the system means, with cause and next step; a refusal stays as it is."""
+    if isinstance(error, StoreError):
+        return error
     text = error.strerror or str(error)
     if error.errno in _FULL:
         return StoreError(

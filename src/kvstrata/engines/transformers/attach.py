@@ -73,7 +73,8 @@ def attach(
     - adapters: names of the adapters that are loaded, in order.
     - tenant, salt: nothing is shared across either.
     - chunk_tokens: tokens a chunk, a multiple of 64. prefill_chunk: most rows that a forward step computes at once.
-    - readers: threads that read files. read_timeout_s: longest wait for a layer's segments, in seconds.
+    - readers: threads that read files. read_timeout_s: longest wait for a layer's segments, or for the writing of one
+      chunk, in seconds.
     - wipe: zero every slot of memory before it is used for something else, and all of them at the end.
     - cost_gate: write a sealed chunk, and read a session back, only where that is cheaper than computing the rows
       again, by what engine and store have timed; `True` or a `CostGateConfig`. What has no room is written anyway.

@@ -109,7 +109,9 @@ class Memory:
         self.tiers = capabilities(self.device, lower)
         self._publisher: Publisher | None = None
         if legal_path(DEVICE, lower.tier, self.tiers) is not None:
-            self._publisher = Publisher(self.directory, store.tier, layout, self.clock, store.in_use, store.rates)
+            self._publisher = Publisher(
+                self.directory, store.tier, layout, self.clock, store.in_use, store.rates, read_timeout_s
+            )
         self._promoter: Promoter | None = None
         self.gating: Gating | None = None
         if cost_gate is not None:
