@@ -183,19 +183,19 @@ def test_speculation_rehearses_the_layer_at_the_steps_position() -> None:
     view = View(torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(4)), 2)
     ctx = layer.context(10)
     ctx.view = view  # type: ignore[assignment]
-    selection = EVERYTHING.speculate(ctx, 0, index, hidden)
+    selection = EVERYTHING.speculate(ctx, 1, index, hidden)
     assert selection is not None
     assert view.positions == [39]
     assert view.norms == [0]
-    queries, _, _ = view.project(0, hidden)
+    queries, _, _ = view.project(1, hidden)
     scores = (queries @ layer.k[:, :39].repeat_interleave(2, 0).mT)[:, 0] * 8**-0.5
     shared = (scores - scores.amax(-1, keepdim=True)).view(2, 2, 39).amax(1)
     assert _rows(selection) == shared.topk(9).indices.sort(-1).values.tolist()
     assert selection.variant is QueryVariant.PREDICTED
     assert index.last is not None
     assert index.last.variant is QueryVariant.PREDICTED
-    replace(EVERYTHING, norm=SpeculationNorm.SOURCE).speculate(ctx, 1, index, hidden)
-    assert view.norms == [0, 0]  # that of the layer before
+    replace(EVERYTHING, norm=SpeculationNorm.TARGET).speculate(ctx, 1, index, hidden)
+    assert view.norms == [0, 1]
 
 
 def test_speculation_of_the_actual_query_is_the_actual_choice() -> None:

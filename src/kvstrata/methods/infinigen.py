@@ -50,11 +50,11 @@ _SHARINGS = (GroupSharing.SEPARATE, GroupSharing.MAX, GroupSharing.MEAN, GroupSh
 
 
 class SpeculationNorm(StrEnum):
-    """The norm on what enters layer l - 1, before the projection of layer l. TARGET: that of layer l, which belongs to
-    the projection. SOURCE: that of layer l - 1, whose attention input the authors take."""
+    """The norm on what enters layer l - 1, before the projection of layer l. SOURCE: that of layer l - 1, whose
+    attention input the paper takes. TARGET: that of layer l, which the projection was trained with."""
 
-    TARGET = "target"
     SOURCE = "source"
+    TARGET = "target"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class InfiniGen(Method[PartialKeys]):
     comparison: Comparison = Comparison.AT_LEAST
     count: CountRule = CountRule.MEAN
     best: ThresholdBest = ThresholdBest.OWN
-    norm: SpeculationNorm = SpeculationNorm.TARGET
+    norm: SpeculationNorm = SpeculationNorm.SOURCE
     pool_share: float = 1.0
     pool_rows: int | None = None
     pool_policy: PoolPolicy = PoolPolicy.COUNTER
