@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ NAMES = (BASELINE, "quest.16", "magicpig", FLOOR)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_chat_model(tmp_path_factory.mktemp("model"), layers=4))
+    return str(write_tiny_chat_model(tmp_path_factory.mktemp("model"), layers=3))
 
 
 def said(text: str) -> None:
@@ -53,7 +52,7 @@ def test_goals_are_those_of_256_rows() -> None:
 def test_methods(model: str) -> None:
     report = run_bench("methods", source=model, tokens=260, quick=True, names=NAMES, progress=said)
     assert [row.name for row in report.rows] == [f"methods.{name}.128.omitted_mass" for name in NAMES]
-    assert report.environment["layers"] == [2, 3]
+    assert report.environment["layers"] == [2]
     assert report.environment["history"] == 260
     support, cost, divergence = report.tables
     assert [line[0] for line in support.lines] == list(NAMES)
@@ -76,4 +75,4 @@ def test_needles(model: str) -> None:
     lost = length.columns.index("lost to exact")
     assert length.lines[0][lost] == 0
     assert all(line[lost] != 0 for line in length.lines[1:])
-    assert [line[length.columns.index("share of layers that chose")] for line in length.lines][0] == 0
+    assert [line[length.columns.index("share of layers that chose")] for line in length.lines] == [0, 1]

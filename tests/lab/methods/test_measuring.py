@@ -134,7 +134,7 @@ class _Ctx:
 
 
 def test_unknown_names_and_budgets_without_room_are_refused(recording: Recording) -> None:
-    with pytest.raises(ConfigurationError, match="nothing called 'quest.17'"):
+    with pytest.raises(ConfigurationError, match=r"nothing called 'quest\.17'"):
         contender("quest.17", 128, recording)
     with pytest.raises(ConfigurationError, match="68 rows leave none"):
         contender("quest.16", PERSISTENT.rows, recording)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ TOKENS = 700  # of a tokenizer that has one for every byte
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path = write_tiny_chat_model(tmp_path_factory.mktemp("model"), layers=2)
-    yield load_model(path, dtype="float32")
+    return load_model(path, dtype="float32")
 
 
 def text(loaded: LoadedModel, ids: list[int]) -> str:
@@ -72,7 +71,7 @@ class Fixed:
 
     def __call__(self, *, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         out = self.memory.model(input_ids=input_ids, **kwargs)
-        self.fed[-1].append(int(input_ids))
+        self.fed[-1] += input_ids[0].tolist()
         place = len(self.fed[-1]) - self.question
         out.logits[:] = 0
         out.logits[0, -1, self.said[min(max(place, 0), len(self.said) - 1)]] = 5.0

@@ -99,7 +99,7 @@ class Haystack:
         """How `contender` answers; `None` for exact attention. Errors: as `Memory.request`."""
         task, request = self.task, self._begin(contender)
         try:
-            logits = self._feed(request, task.question)
+            logits = self._ask(request)
             log_prob, forced = 0.0, True
             for token in task.answer_ids:
                 log_prob += float(torch.log_softmax(logits.double(), -1)[token])
@@ -114,7 +114,7 @@ class Haystack:
         if not forced:
             request = self._begin(contender)
             try:
-                reply = self._greedy(request, self._feed(request, task.question), _REPLY_TOKENS)
+                reply = self._greedy(request, self._ask(request), _REPLY_TOKENS)
             finally:
                 request.close()
         text = _sentence(str(self._tokenizer.decode(reply, skip_special_tokens=True)))
@@ -135,12 +135,19 @@ class Haystack:
             return self.memory.restore(self._name, self._prompt, **choice)[0]
         return self.memory.prefill(self._prompt, self.memory.request(**choice))
 
+    def _ask(self, request: Request) -> Tensor:
+        """Logits after the question: at once where nothing is chosen, else token by token, so that each has rows chosen
+        for it."""
+        question = self.task.question
+        if request.policy is None:
+            return self._feed(request, question)
+        return [self._feed(request, [token]) for token in question][-1]
+
     def _feed(self, request: Request, tokens: Sequence[int]) -> Tensor:
-        """Logits [vocabulary] after the last of `tokens`, each fed alone."""
-        for token in tokens:
-            row = torch.tensor([[token]], device=self.memory.model.device)
-            with torch.inference_mode():
-                out = self.memory.model(input_ids=row, **request.generate_kwargs(), logits_to_keep=1)
+        """Logits [vocabulary] after the last of `tokens`, fed in one step."""
+        row = torch.tensor([list(tokens)], device=self.memory.model.device)
+        with torch.inference_mode():
+            out = self.memory.model(input_ids=row, **request.generate_kwargs(), logits_to_keep=1)
         logits: Tensor = out.logits[0, -1].cpu()
         return logits
 
