@@ -141,4 +141,3 @@ def _by_depth(scores: _Scores) -> BenchTable:
         means = (float(np.mean([score.log_prob for task, score in cases if task.depth == depth])) for depth in depths)
         lines.append((name, float(rows) if rows else None, *means))
     return BenchTable("Log p of the answer by depth, nats", ("method", "rows", *map(str, depths)), tuple(lines))
-
