@@ -16,7 +16,7 @@ from kvstrata.lab.conform import run_topics
 def test_json_has_topics_and_a_verdict(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", *arguments, "--json"]) == ExitCode.OK
     data = json.loads(capsys.readouterr().out)
-    assert data == json.loads(json.dumps(run_topics().to_json()))
+    assert data == json.loads(json.dumps(run_topics(arguments).to_json()))
     assert set(data) == {"topics", "ok"}
     assert set(data["topics"][0]) == {"topic", "figures", "refusals"}
 

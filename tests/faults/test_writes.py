@@ -124,7 +124,7 @@ def test_no_chunk_is_a_hit_before_its_producer_has_finished(smol: SavedModel, tm
     """vllm#45704. The write hangs in the middle of the file; the model computes on in the slots that are left."""
     ids, roomy = other_prompt(smol), Setup(setup.name, setup.host, 3 * LAYERS)
     expected = undisturbed(smol, tmp_path / "undisturbed", roomy, ids[:, : CHUNK + 5], 2)
-    with smol.scene(tmp_path / "store", roomy, once("pwritev", 3, Fault.HANG), at="files") as scene:
+    with smol.scene(tmp_path / "store", roomy, once("pwritev", 0, Fault.HANG), at="files") as scene:
         scene.request.close()
         request = scene.memory.request()
         found = logits(generate(smol.model, ids[:, : CHUNK + 5], 2, request.generate_kwargs()))
@@ -169,7 +169,7 @@ def test_what_reads_back_otherwise_than_it_was_written_is_not_published(
     """A write is read back before it gets its name; short, doubled and late ones are put right on the way."""
     ids = other_prompt(smol)[:, : CHUNK + 5]
     expected = undisturbed(smol, tmp_path / "undisturbed", ROOMY, ids, 2)
-    with smol.scene(tmp_path / "store", ROOMY, once("pwritev", 3, fault), at="files") as scene:
+    with smol.scene(tmp_path / "store", ROOMY, once("pwritev", 0, fault), at="files") as scene:
         scene.request.close()
         request = scene.memory.request()
         found = logits(generate(smol.model, ids, 2, request.generate_kwargs()))

@@ -97,6 +97,14 @@ def test_fillers_come_last_and_no_unit_twice(
         assert len(set(real)) == len(real)
 
 
+def test_ties_among_many_units_go_to_the_lower_ones() -> None:
+    """Short lists come out right from an unstable sort as well."""
+    scores = torch.randint(0, 3, (2, 20_000), generator=torch.Generator().manual_seed(0)).float()
+    expected = [sorted(range(20_000), key=lambda unit: (-row[unit], unit))[:9000] for row in scores.tolist()]
+    assert top_units(scores, 9000).tolist() == expected
+    assert choose(scores, torch.ones(20_000, dtype=torch.int64), Rows(9000), 9000).units.tolist() == expected
+
+
 def test_units_that_bring_nothing_cost_nothing() -> None:
     chosen = choose(torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([0, 5, 0]), Rows(9), 5)
     assert chosen.units.tolist() == [[0, 1, 2]]

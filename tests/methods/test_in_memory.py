@@ -7,6 +7,7 @@ from selection_parts import Layer
 from kvstrata.contract.budget import EstimatedMass, Fraction, Rows, SelectionBudget, Threshold
 from kvstrata.errors import Reason, StateError
 from kvstrata.methods.in_memory import seeded_generator
+from kvstrata.methods.selection import NO_UNIT
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,27 @@ def test_rows_are_charged_as_they_are_read() -> None:
     assert torch.equal(ctx.values(0, 39, 40), layer.v[:, 39:])
     assert ctx.read_bytes == 5 * 3 * 16 * 2
     assert ctx.keys(0, 7, 7).shape == (3, 0, 16)
+
+
+def test_keys_of_single_rows() -> None:
+    layer = Layer.random(40, kv_heads=2, group=3, head_dim=16)
+    ctx = layer.context(8)
+    rows = torch.tensor([[3, NO_UNIT, 0], [39, 3, NO_UNIT]])
+    keys = ctx.keys_at(0, rows)
+    assert torch.equal(keys[0, [0, 2]], layer.k[0, [3, 0]])
+    assert torch.equal(keys[1, :2], layer.k[1, [39, 3]])
+    assert not bool(keys[rows == NO_UNIT].any())
+    assert ctx.read_bytes == 4 * 16 * 4
+    each = ctx.keys_at(0, torch.arange(6).unsqueeze(-1))  # one row for each query head
+    assert torch.equal(each[:, 0], torch.cat([layer.k[0, :3], layer.k[1, 3:6]]))
+
+
+@pytest.mark.parametrize("row", [-2, 30, 39, 40])
+def test_single_rows_that_are_not_visible_are_refused(row: int) -> None:
+    ctx = Layer.random(40).context(8, visible=30)
+    with pytest.raises(StateError, match="were asked for; 30 are visible"):
+        ctx.keys_at(0, torch.tensor([[0], [row]]))
+    assert ctx.read_bytes == 0
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 31), (-1, 4), (5, 4), (30, 41)])

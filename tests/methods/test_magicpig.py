@@ -525,3 +525,12 @@ def test_contract_and_dense_layers() -> None:
     assert MagicPIG(owner=Owner.KV_HEAD).owner is Owner.KV_HEAD
     assert MagicPIG().dense(Geometry(30, 9, 3, 64, 0.125, (None,) * 30)) == (0, 16)
     assert MagicPIG(tables=151).digest != MagicPIG().digest != MagicPIG(owner=Owner.KV_HEAD).digest
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "methods" / "magicpig.md").read_text(encoding="utf-8")
+    example = page.split("```python\n")[1].split("```")[0]
+    exec(compile(example, "magicpig.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out.splitlines()
+    assert float(printed[1].split()[2]) == pytest.approx(188, rel=0.02)
+    assert printed[-1].endswith("bytes of codes")

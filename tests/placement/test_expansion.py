@@ -89,6 +89,8 @@ def test_support_is_the_set_of_chosen_and_persistent_rows(case: tuple[Listed, Se
         rows, columns = support.rows[owner][mine].tolist(), support.columns[owner][mine].tolist()
         assert dict(zip(rows, columns, strict=True)) == expected
         assert len(rows) == len(expected)
+        listed = method.rows_of(Index(), selection.units)[owner]
+        assert listed[support.order[owner][mine]].tolist() == rows
         assert int(support.counts[owner]) == len(expected) + sinks + visible - recent
         for head in range(owner * 6 // len(selection.units), (owner + 1) * 6 // len(selection.units)):
             if selection.log_bias is not None:
@@ -132,10 +134,23 @@ def test_nothing_chosen() -> None:
         assert support.counts.tolist() == [5] * len(selection.units)
 
 
+def test_recent_rows_of_a_step_begin_before_its_first_row() -> None:
+    """Its three rows see 7, 8 and 9 rows, and the last two of these always: 5 and 6, 6 and 7, 7 and 8."""
+    selection = _selection([[1, 4, 5, 6, 8]])
+    support = expand(Streaming(), Index(), selection, GEOMETRY, Persistent(1, 2), 9, first=7)
+    assert (support.sinks, support.recent, support.visible) == (1, 5, 9)
+    assert _rows(support) == [[1, 4]]
+    assert _rows(expand(Streaming(), Index(), selection, GEOMETRY, Persistent(1, 2), 9)) == [[1, 4, 5, 6]]
+    # Sinks and recent rows cannot cross in the view of the first row either.
+    support = expand(Streaming(), Index(), selection, GEOMETRY, Persistent(4, 2), 9, first=3)
+    assert (support.sinks, support.recent) == (1, 1)
+    assert _rows(support) == [[]]
+
+
 def test_without_chosen_leaves_the_persistent_rows() -> None:
     selection = _selection([[3, 4], [5, NO_UNIT]], torch.zeros(6, 2))
     support = expand(Streaming(), Index(), selection, GEOMETRY, Persistent(2, 3), 9).without_chosen()
-    assert support.rows.shape == support.columns.shape == (2, 0)
+    assert support.rows.shape == support.columns.shape == support.order.shape == (2, 0)
     assert support.log_bias is None
     assert support.counts.tolist() == [5, 5]
 

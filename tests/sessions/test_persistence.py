@@ -170,7 +170,7 @@ def test_a_full_disk_makes_nothing_visible(store: Store, files: FaultyFiles) -> 
     publisher.stop()
 
 
-@pytest.mark.parametrize("writes", range(8))
+@pytest.mark.parametrize("writes", range(4))
 def test_a_disk_that_fills_up_in_the_middle(store: Store, files: FaultyFiles, writes: int) -> None:
     """Whichever write fails, no session becomes visible; afterwards the same history is saved."""
     history, publisher = make_conversation(store)

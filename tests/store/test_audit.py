@@ -119,8 +119,9 @@ import sys
 from pathlib import Path
 from chunks_and_faults import make_chunk
 from kvstrata.store import Store
+from kvstrata.tiers.journal import Intent
 store = Store(sys.argv[1])
-store.catalog.journal.reserve(make_chunk(5).identity, "left", 12345)
+store.catalog.journal.reserve([Intent(make_chunk(5).identity, "left", 12345)])
 (store.path / "tmp" / "left").write_bytes(b"half")
 print("ready", flush=True)
 input()

@@ -243,3 +243,32 @@ def test_without_a_thread_the_owner_writes_one_chunk_at_a_time(directory: Direct
     assert publisher.run_one()
     assert not publisher.run_one()
     assert (second.file, publisher.pending) == (FileReplicaState.PUBLISHED, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_chunks_that_wait_are_written_together(
+    directory: Directory, gated: Publisher, files: GatedFiles, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """What fails for all of them is tried for each."""
+    batches: list[int] = []
+    real = gated.tier.write_all  # type: ignore[attr-defined]
+
+    def write_all(chunks: Any) -> Any:
+        batches.append(len(chunks))
+        if fails and len(chunks) > 1:
+            raise StoreError(Reason.STORE_FULL, "not all of them")
+        return real(chunks)
+
+    first, *others = make_history(directory, 4).chunks
+    gated.submit(first)
+    assert files.waiting.wait(60)
+    monkeypatch.setattr(gated.tier, "write_all", write_all)
+    for record in others:
+        gated.submit(record)
+    files.gate.set()
+    gated.wait()
+    assert batches == ([3, 1, 1, 1] if fails else [3])
+    assert {record.file for record in (first, *others)} == {FileReplicaState.PUBLISHED}
+    assert (gated.totals.chunks, gated.totals.failures) == (4, 0)
+    assert set(gated.tier.list()) == {record.digest for record in (first, *others)}
+    assert all(directory.arena.state(grant.slot) is SlotState.PUBLISHED for grant in first.grants if grant)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvstrata.errors import KvstrataError, Reason
 from kvstrata.sessions.session_store import SessionStore
 from kvstrata.store import Lookup, Store
+from kvstrata.tiers.journal import Intent
 
 IDS = tuple(range(300))
 
@@ -201,7 +202,7 @@ def test_no_value_in_a_row_crashes_it_or_leads_outside(
         store.tier.write(*chunk.arguments)
         assert store.catalog is not None
         store.catalog.pin(f"session:{'0' * 64}/1", [chunk.digest], None)
-        store.catalog.journal.reserve(chunk.identity, "left", 10)
+        store.catalog.journal.reserve([Intent(chunk.identity, "left", 10)])
     with contextlib.closing(sqlite3.connect(path / "catalog.sqlite", isolation_level=None)) as database:
         database.execute("PRAGMA ignore_check_constraints = ON")
         with contextlib.suppress(sqlite3.Error):

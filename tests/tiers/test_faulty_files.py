@@ -33,8 +33,8 @@ def assert_right(tier: FileTier) -> None:
 @pytest.mark.parametrize(
     ("wish", "reason"),
     [
-        (("pwritev", 1, Fault.CORRUPT), Reason.STORE_IO),
-        (("pwritev", 1, Fault.LOSE), Reason.STORE_IO),
+        (("pwritev", 0, Fault.CORRUPT), Reason.STORE_IO),
+        (("pwritev", 0, Fault.LOSE), Reason.STORE_IO),
         (("pwritev", 0, Fault.FILL_UP), Reason.STORE_FULL),
         (("allocate", 0, Fault.FILL_UP), Reason.STORE_FULL),
         (("open", 0, Fault.FILL_UP), Reason.STORE_FULL),
@@ -54,10 +54,9 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, wish: tuple[str, int,
 @pytest.mark.parametrize(
     "wish",
     [
-        ("pwritev", 1, Fault.SHORTEN),
-        ("pwritev", 1, Fault.DUPLICATE),
-        ("pwritev", 1, Fault.REORDER),
-        ("pwritev", 3, Fault.REORDER),
+        ("pwritev", 0, Fault.SHORTEN),
+        ("pwritev", 0, Fault.DUPLICATE),
+        ("pwritev", 0, Fault.REORDER),
         ("preadv", 3, Fault.DUPLICATE),
         ("fdatasync", 0, Fault.DUPLICATE),
         ("sync_directory", 0, Fault.LOSE),
@@ -104,9 +103,9 @@ def test_a_death_leaves_the_whole_chunk_or_nothing(tmp_path: Path, operation: st
 
 
 def test_two_corruptions_do_not_make_one_right(tmp_path: Path) -> None:
-    """The write of a segment and the read that validates it, at the same place."""
+    """The write of a chunk and the read that validates it."""
     with pytest.raises(StoreError) as refusal:
-        faulty(tmp_path, ("pwritev", 1, Fault.CORRUPT), ("preadv", 2, Fault.CORRUPT)).write(*CHUNK.arguments)
+        faulty(tmp_path, ("pwritev", 0, Fault.CORRUPT), ("preadv", 2, Fault.CORRUPT)).write(*CHUNK.arguments)
     assert refusal.value.reason is Reason.STORE_IO
 
 

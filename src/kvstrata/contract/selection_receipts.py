@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvstrata.contract.error_ledgers import ErrorLedgers
 from kvstrata.contract.method import AnswerClass, ComputeSite, Mode, Owner, QueryVariant
 
-__all__ = ["LayerOutcome", "LayerSelection", "SelectionReceipt", "StageTimes"]
+__all__ = ["LayerOutcome", "LayerSelection", "SelectionReceipt", "ShadowSample", "StageTimes"]
 
 
 class LayerOutcome(StrEnum):
@@ -61,6 +62,25 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowSample:
+    """A layer's answer held against dense attention over every legal row; means over query heads and rows.
+
+    recall: share of as many rows of the highest dense weight that entered. omitted, most_omitted: dense weight of the
+    rows left out, its mean and its greatest over the heads. error, relative_error: length of the difference of the
+    outputs, and that over dense_norm. bound: 2 * omitted * V_max. ledgers: the errors apart.
+    """
+
+    recall: float
+    omitted: float
+    most_omitted: float
+    error: float
+    relative_error: float
+    dense_norm: float
+    bound: float
+    ledgers: ErrorLedgers
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSelection:
     """One layer of one sequence in one step.
 
@@ -70,7 +90,7 @@ class LayerSelection:
     device; recoverable_not_selected were left out. chosen_bytes: K and V of the rows that entered. read_bytes: what was
     brought from each tier for them, by name. near_bytes: rows that were reduced where they lay. index_bytes: the
     layer's index after the step. estimate: greatest share of the mass that the method believes to have left out, over
-    query heads; `None` without one. detail: what the method says of itself.
+    query heads; `None` without one. shadow: where this step was sampled. detail: what the method says of itself.
     """
 
     layer: int
@@ -93,6 +113,7 @@ class LayerSelection:
     generation: int = 0
     estimate: float | None = None
     times: StageTimes = field(default_factory=StageTimes)
+    shadow: ShadowSample | None = None
     detail: str = ""
 
 

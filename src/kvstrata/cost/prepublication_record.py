@@ -14,6 +14,9 @@ from kvstrata.errors import Reason, RetrievalError
 
 __all__ = ["DECISION", "PrepublicationDecision"]
 
+_APPROXIMATE = frozenset(outcome for outcome in Outcome if outcome.approximate)
+_EXACT = frozenset(outcome for outcome in Outcome if outcome.exact)
+_PUBLISHES = _APPROXIMATE | _EXACT
 _REPORT = "this is a defect of the caller: publish only what the gate decided"
 
 
@@ -45,15 +48,9 @@ class PrepublicationDecision:
         return cls(state, thresholds, outcome, label if outcome.publishes else None)
 
 
-def known_outcome(record: PrepublicationDecision) -> None:
-    """The outcome is one of the seven."""
-    if not isinstance(record.outcome, Outcome):
-        raise _refused(Reason.OUTCOME_MISMATCH, "outcome", f"{record.outcome!r} is none of {', '.join(Outcome)}")
-
-
 def exact_stays_exact(record: PrepublicationDecision) -> None:
     """A request that must be exact gets no approximate answer."""
-    if record.state.force_exact and record.outcome.approximate:
+    if record.state.force_exact and record.outcome in _APPROXIMATE:
         raise _refused(Reason.EXACT_SILENTLY_DEGRADED, "outcome", f"{record.outcome} for a request that must be exact")
 
 
@@ -75,30 +72,29 @@ def label(record: PrepublicationDecision) -> None:
     """What leaves rows out is not called exact, and what does not is."""
     found, outcome = record.answer, record.outcome
     if found is None:
-        fits = not outcome.publishes
+        fits = outcome not in _PUBLISHES
     else:
-        fits = outcome.publishes and (found is AnswerClass.EXACT) == outcome.exact
+        fits = outcome in (_EXACT if found is AnswerClass.EXACT else _APPROXIMATE)
     if not fits:
         raise _refused(Reason.EXACTNESS_LABEL_MISMATCH, "answer", f"{found!r} for the outcome {outcome}")
 
 
 def unfinished(record: PrepublicationDecision) -> None:
     """Nothing is published of a step that widens, was postponed or is refused."""
-    if record.published and not record.outcome.publishes:
+    if record.published and record.outcome not in _PUBLISHES:
         raise _refused(
             Reason.UNFINISHED_PUBLISHED, "published", f"an answer was published at the outcome {record.outcome}"
         )
 
 
 def outcome_follows(record: PrepublicationDecision) -> None:
-    """The outcome is the one that follows from the state."""
+    """The outcome is the one of the seven that follows from the state."""
     wanted = decide_prepublication(record.state, record.thresholds)
     if record.outcome is not wanted:
         raise _refused(Reason.OUTCOME_MISMATCH, "outcome", f"{record.outcome} was presented, {wanted} follows")
 
 
 DECISION: tuple[Callable[[PrepublicationDecision], None], ...] = (
-    known_outcome,
     exact_stays_exact,
     widened_once,
     retry_in_time,

@@ -1,13 +1,8 @@
-"""From a method's own belief in what it left out to a bound that holds with a stated confidence.
+"""From a method's own belief in what it left out to a bound that holds with a stated confidence: the artefact.
 
-Samples pair the raw estimate of a selection with the mass that dense attention says was omitted. They are sorted into
-bins by the raw estimate; each bin gets the k-th smallest omitted mass, k = ceil((n + 1) c): of one more selection that
-is exchangeable with the n samples of the bin, at least the share c omits no more (split conformal prediction within
-categories; Vovk, Gammerman and Shafer 2005, Algorithmic Learning in a Random World, sections 2.2 and 4.5). A bin with
-too few samples for its k gets 1. Bounds are then made not to fall as the raw estimate rises, which only raises them.
-
-Nothing is promised for another model, method, budget, layer or kind of text than was sampled: an artefact is bound to
-the first two and has a curve for each budget and layer, and a raw estimate above all samples gets 1.
+`kvstrata.methods.calibrating` makes it from samples. Nothing is promised for another model, method, budget, layer or
+kind of text than was sampled: an artefact is bound to the first two and has a curve for each budget and layer, and a
+raw estimate above all samples gets 1.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +22,17 @@ from kvstrata.errors import ConfigurationError, Reason, RetrievalError
 from kvstrata.methods.interface import Method
 
 __all__ = [
+    "NO_OPINION",
     "Calibration",
     "CalibrationBinding",
     "CalibrationCurve",
-    "CalibrationSample",
     "MassEstimate",
     "budget_key",
-    "calibrate",
 ]
 
 _FORMAT = 1
-_NO_OPINION = 0.0
+NO_OPINION = 0.0
+"""Stands for the raw estimate of a method that gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +49,6 @@ class MassEstimate:
     def none(cls, raw: float | None = None) -> MassEstimate:
         """Nothing is known: all of it may be omitted."""
         return cls(1.0, 0.0, EstimateSource.NONE, raw)
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationSample:
-    """One selection of one layer. raw: the greatest of `Selection.estimate`, `None` without one. omitted: the greatest
-    omitted mass over its query heads, by dense attention. budget: see `budget_key`."""
-
-    raw: float | None
-    omitted: float
-    budget: str
-    layer: int
-
-    def __post_init__(self) -> None:
-        for name, value in (("raw", _NO_OPINION if self.raw is None else self.raw), ("omitted", self.omitted)):
-            if not 0 <= value <= 1 + 1e-6:
-                raise _invalid(f"CalibrationSample.{name}", value, "a share from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +140,7 @@ class Calibration:
         estimate that is NaN. budget: see `budget_key`."""
         curves = {(curve.budget, curve.layer): curve for curve in self.curves}
         curve = curves.get((budget, layer)) or curves.get((budget, None))
-        value = _NO_OPINION if raw is None else raw
+        value = NO_OPINION if raw is None else raw
         if curve is None or math.isnan(value):
             return MassEstimate.none(raw)
         return MassEstimate(curve.bound(value), self.confidence, EstimateSource.CALIBRATION, raw)
@@ -193,60 +171,6 @@ class Calibration:
 def budget_key(budget: SelectionBudget) -> str:
     """What curves are found by: the budget in words."""
     return repr(budget)
-
-
-def calibrate(
-    method: Method[Any],
-    context: ChunkContext,
-    samples: Iterable[CalibrationSample],
-    *,
-    confidence: float = 0.9,
-    bins: int = 8,
-    per_layer: bool = False,
-) -> Calibration:
-    """Make the artefact of `method` on the model of `context`.
-
-    bins: at most so many for each curve, of about equally many samples, and fewer where samples are few. per_layer: a curve for each layer beside the
-    one for all. Errors: `ConfigurationError` without samples, or for a confidence outside (0, 1).
-    """
-    if not 0 < confidence < 1:
-        raise _invalid("confidence", confidence, "more than 0 and less than 1")
-    if bins < 1:
-        raise _invalid("bins", bins, "at least 1")
-    groups: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
-    for sample in samples:
-        pair = (_NO_OPINION if sample.raw is None else sample.raw, min(sample.omitted, 1.0))
-        for layer in (None, sample.layer) if per_layer else (None,):
-            groups.setdefault((sample.budget, layer), []).append(pair)
-    if not groups:
-        raise _invalid("samples", [], "at least one")
-    ordered = sorted(groups.items(), key=lambda group: (group[0][0], -1 if group[0][1] is None else group[0][1]))
-    curves = tuple(_curve(budget, layer, pairs, confidence, bins) for (budget, layer), pairs in ordered)
-    return Calibration(CalibrationBinding.of(method, context), confidence, curves)
-
-
-def _curve(
-    budget: str, layer: int | None, pairs: Sequence[tuple[float, float]], confidence: float, bins: int
-) -> CalibrationCurve:
-    ranked = sorted(pairs)
-    raws = [raw for raw, _ in ranked]
-    bins = max(1, min(bins, math.floor(len(ranked) * (1 - confidence) + 1e-9)))
-    # Equal raw estimates stay in one bin.
-    upper = sorted({raws[math.ceil(len(raws) * (k + 1) / bins) - 1] for k in range(bins)})
-    bounds: list[float] = []
-    start = 0
-    for edge in upper:
-        omitted = []
-        while start < len(ranked) and ranked[start][0] <= edge:
-            omitted.append(ranked[start][1])
-            start += 1
-        bounds.append(max(_upper_quantile(omitted, confidence), *bounds[-1:], 0.0))
-    return CalibrationCurve(budget, layer, tuple(upper), tuple(bounds), len(ranked))
-
-
-def _upper_quantile(omitted: list[float], confidence: float) -> float:
-    place = math.ceil((len(omitted) + 1) * confidence - 1e-9)
-    return sorted(omitted)[place - 1] if place <= len(omitted) else 1.0
 
 
 def _damaged(cause: str) -> ConfigurationError:

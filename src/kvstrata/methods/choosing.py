@@ -15,7 +15,7 @@ from kvstrata.contract.method import GroupSharing
 from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.methods.selection import NO_UNIT
 
-__all__ = ["Chosen", "choose", "share_scores", "top_units"]
+__all__ = ["Chosen", "choose", "scores_of", "share_scores", "top_units"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,12 @@ def share_scores(scores: Tensor, sharing: GroupSharing, group: int) -> Tensor:
         total = torch.logsumexp(grouped, dim=-1, keepdim=True)
         return (grouped - total.masked_fill(total == -torch.inf, 0.0)).logsumexp(1)
     raise ConfigurationError(Reason.INVALID_ARGUMENT, f"scores cannot be shared by {sharing}")
+
+
+def scores_of(scores: Tensor, units: Tensor) -> Tensor:
+    """The scores fp32 [query_heads, n] of `units` [owners, n] out of `scores` [query_heads, units]; -inf for none."""
+    each = units.repeat_interleave(scores.shape[0] // units.shape[0], dim=0)
+    return scores.float().gather(-1, each.clamp_min(0)).masked_fill(each == NO_UNIT, -torch.inf)
 
 
 def top_units(scores: Tensor, count: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.contract.method import AnswerClass, GroupSharing, MethodContract, Owner, Unit, UpdatePhase
-from kvstrata.methods.choosing import choose, share_scores
+from kvstrata.methods.choosing import choose, scores_of, share_scores
 from kvstrata.methods.indexless import IndexlessMethod
 from kvstrata.methods.interface import Index, MethodContext, StepRows, require_member
 from kvstrata.methods.selection import NO_UNIT, Selection
@@ -62,7 +62,7 @@ class ExactTopK(IndexlessMethod):
     def select(self, ctx: MethodContext, layer: int, index: Index, rows: StepRows) -> Selection:
         """Of several query rows the weights are averaged, and of their scores the highest counts.
 
-        The estimate is the omitted mass itself, to rounding and but for learned sinks, where each owner has one list.
+        In a step of one row the estimate is the omitted mass itself, to rounding and but for learned sinks.
         """
         first, stop = ctx.region
         logits = _scores(ctx, layer, rows)
@@ -79,6 +79,7 @@ class ExactTopK(IndexlessMethod):
             candidates=max(0, stop - first),
             estimate=_omitted(log_weights[:, first:stop], chosen.units),
             capped=chosen.capped,
+            scores=scores_of(logits[:, -1], units),
         )
 
 

@@ -67,6 +67,11 @@ class InMemoryContext:
         keys = self.rows[layer][0]
         heads = torch.arange(rows.shape[0], device=keys.device) // (rows.shape[0] // keys.shape[0])
         real = rows != NO_UNIT
+        if bool((rows < NO_UNIT).any() | (rows >= min(self.visible, keys.shape[1])).any()):
+            raise StateError(
+                Reason.NOT_COMMITTED,
+                f"rows from {int(rows.min())} to {int(rows.max())} were asked for; {self.visible} are visible",
+            )
         found = keys[heads.unsqueeze(-1), rows.clamp_min(0)].masked_fill(~real.unsqueeze(-1), 0.0)
         self.read_bytes += int(real.sum()) * keys.shape[-1] * keys.element_size()
         return found

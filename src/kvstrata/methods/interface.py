@@ -186,6 +186,9 @@ class Method(ABC, Generic[IndexT]):
         """Errors: `UnsupportedError` for a model that the method cannot serve; `ConfigurationError` for settings that
         do not fit its shapes."""
 
+    def require_budget(self, budget: SelectionBudget) -> None:
+        """Errors: `ConfigurationError` for a kind of budget that the method cannot keep."""
+
     def prepare(self, view: ModelView | None, geometry: Geometry) -> object:
         """What all sequences of a model share, made once: projectors, bases, column ids. `None` for nothing."""
         return None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvstrata.contract.method import AnswerClass, GroupSharing, MethodContract, Owner, Unit, UpdatePhase
 from kvstrata.errors import Reason, RetrievalError
-from kvstrata.methods.choosing import Chosen, choose, share_scores
+from kvstrata.methods.choosing import Chosen, choose, scores_of, share_scores
 from kvstrata.methods.interface import Index, Method, MethodContext, StepRows, require_at_least, require_member
 from kvstrata.methods.selection import NO_UNIT, Selection
 
@@ -111,7 +111,8 @@ class PageExtrema(Index):
         self.generation += 1
 
     def shorten(self, frontier: int) -> bool:
-        """Take back the rows from `frontier` on, if the last page began before or a page ends there; else `False`."""
+        """Take back the rows from `frontier` on, if they belong to the page that grew last or begin a page; else, and
+        for all rows, nothing is changed and the answer is `False`."""
         size, first = self.page_size, self.frontier - self._last.shape[1]
         if not 0 < frontier <= self.frontier or (frontier <= first and frontier % size):
             return False
@@ -214,6 +215,8 @@ class Quest(Method[PageExtrema]):
             candidates=int((offered > 0).sum()),
             estimate=_omitted(bounds, every, offered, chosen.units),
             capped=chosen.capped,
+            scores=scores_of(bounds, chosen.units),
+            scores_are_bounds=True,
         )
 
     def rows_of(self, index: PageExtrema, units: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ METHODS: typing.Mapping[str, str] = types.MappingProxyType(
         "infinigen": "kvstrata.methods.infinigen:InfiniGen",
         "infinigen_keys": "kvstrata.methods.infinigen:InfiniGenFromKeys",
         "infllm": "kvstrata.methods.infllm:InfLLM",
+        "infllm_from_keys": "kvstrata.methods.infllm_from_keys:InfLLMFromKeys",
         "magicpig": "kvstrata.methods.magicpig:MagicPIG",
         "quest": "kvstrata.methods.quest:Quest",
         "random_rows": "kvstrata.methods.random_rows:RandomRows",

@@ -52,7 +52,9 @@ class Selection:
     most once, filled up with `NO_UNIT`. candidates: units that were scored for each owner. variant: the query that
     chose them. log_bias: fp32 [query_heads, n], added to the scaled scores of all rows of the unit in the same column,
     or `None`. estimate: fp32 [query_heads], the share of the attention mass that the method itself believes to leave
-    out, or `None` where it has no opinion. capped: whether some owner wanted more than the cap allows.
+    out, or `None` where it has no opinion. capped: whether some owner wanted more than the cap allows. scores: fp32
+    [query_heads, n], what the index makes of the scaled score of the best row of each chosen unit, or `None` where it
+    ranks by something else; scores_are_bounds: none of these rows scores higher.
     """
 
     owner: Owner
@@ -64,6 +66,8 @@ class Selection:
     capped: bool = False
     repositioned: Repositioned | None = None
     correction: Correction | None = None
+    scores: Tensor | None = None
+    scores_are_bounds: bool = False
 
     @classmethod
     def none(cls, owner: Owner, owners: int, device: torch.device | str = "cpu") -> Selection:

@@ -128,8 +128,9 @@ def exact_fetch_ms(
 ) -> float:
     """Milliseconds that bring `reads`, bytes by tier, up in `transfers` pieces from each, one tier after the other.
 
-    A tier whose reads were not measured often enough counts 0: it is tried, and so gets measured. rates: of the store,
-    e.g. `store.rates.rates`.
+    Rates leave queueing out: under load, bytes that are read before these belong into `reads` too. A tier whose reads
+    were not measured often enough counts 0: it is tried, and so gets measured. rates: of the store, e.g.
+    `store.rates.rates`.
     """
     known = rates()
     measured = [

@@ -11,7 +11,8 @@ from kvstrata.contract.budget import Persistent, SelectionBudget
 from kvstrata.errors import Reason, StateError
 from kvstrata.methods.in_memory import seeded_generator
 from kvstrata.methods.interface import Geometry
-from kvstrata.methods.policy import SelectionPolicy
+from kvstrata.placement.gate import widened
+from kvstrata.placement.policy import SelectionPolicy
 from kvstrata.ports import ModelView
 
 __all__ = ["FrameContext", "ReadsRows"]
@@ -32,8 +33,8 @@ class ReadsRows(Protocol):
 class FrameContext:
     """`MethodContext` of a live step. The frame sets the step and the layer before it calls a method.
 
-    first, visible: rows that the step's first and last row see. scale: what the budget is multiplied by, when a search
-    is widened.
+    first, visible: rows that the step's first and last row see. given_budget: the policy's, before any search was
+    widened.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class FrameContext:
         self.persistent: Persistent = policy.persistent
         self.visible = 0
         self.first = 0
-        self.scale = 1.0
+        self.given_budget: SelectionBudget = policy.budget
         self._policy = policy
         self._source = source
         self._hidden: dict[int, Tensor] = {}
@@ -58,10 +59,13 @@ class FrameContext:
 
     def enter(self, layer: int) -> None:
         """Everything that follows is about `layer`."""
-        self.scale = 1.0
-        self.budget = self._policy.budget_of(layer)
+        self.budget = self.given_budget = self._policy.budget_of(layer)
         given = self._policy.persistent
         self.persistent = self._policy.method.persistent(given, self.budget.limit(self.visible))
+
+    def widen(self, factor: float) -> None:
+        """Search again with a budget that is wider by `factor`."""
+        self.budget = widened(self.budget, factor)
 
     def note_hidden(self, layer: int, hidden: Tensor) -> None:
         """The residual stream [rows, hidden_size] that enters `layer`."""
@@ -70,7 +74,7 @@ class FrameContext:
     @property
     def limit(self) -> int:
         """Rows that one owner may have in all."""
-        return min(self.visible, int(self.budget.limit(self.visible) * self.scale))
+        return self.budget.limit(self.visible)
 
     @property
     def region(self) -> tuple[int, int]:

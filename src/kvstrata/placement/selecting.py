@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvstrata.contract.budget import CapFallback, EstimatedMass, Threshold
-from kvstrata.contract.method import ComputeSite
 from kvstrata.contract.selection_receipts import LayerOutcome, SelectionReceipt, StageTimes
+from kvstrata.cost.prepublication import Phase
 from kvstrata.errors import Reason, RetrievalError
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.methods.interface import Geometry, Index, Method, StepRows
-from kvstrata.methods.policy import SelectionPolicy
 from kvstrata.methods.selection import Selection
 from kvstrata.placement.expansion import Support, expand
+from kvstrata.placement.gated import StepGate
+from kvstrata.placement.live_shadow import LiveShadow
 from kvstrata.placement.method_context import FrameContext
-from kvstrata.placement.near_data import HostRows
 from kvstrata.placement.on_demand import OnDemand
+from kvstrata.placement.policy import SelectionPolicy
+from kvstrata.placement.row_access import RowAccess
 from kvstrata.placement.selection_log import SelectionLog, count_rows, greatest_estimate
-from kvstrata.placement.support_attention import SupportAttention
+from kvstrata.placement.support_attention import ChosenRows, SupportAttention
 from kvstrata.ports import Clock, ModelView
 from kvstrata.store.history import History
 
@@ -39,7 +40,8 @@ class Selecting:
     """Selections of one history. Used by one thread: begin_step, then for every layer in order `ahead`, and `attend`
     or `after_exact`; then end_step, or abort_step.
 
-    basis: what `Method.prepare` has made for the model. Attributes: chosen: layers that choose in this step.
+    basis: what `Method.prepare` has made for the model. gates: makes what decides about every selection; without it,
+    each is accepted. shadow: compares answers with dense ones, or `None`.
     """
 
     def __init__(
@@ -51,27 +53,24 @@ class Selecting:
         clock: Clock,
         basis: object = None,
         view: ModelView | None = None,
+        gates: Callable[[RowAccess], StepGate] | None = None,
     ) -> None:
         self.policy = policy
         self.geometry = geometry
         self.history = history
         self.method: Method[Any] = policy.method
-        self.context = FrameContext(policy, geometry, self, basis, view)
-        self.chosen: frozenset[int] = frozenset()
+        self.shadow: LiveShadow | None = None
         self._attention = attention
         self._clock = clock
         self._dense = policy.dense(geometry)
-        self._near = HostRows(history.directory)
         self._site = policy.site or self.method.contract.site
         self._indexes: list[Index | None] = [None] * geometry.layers
         self._built = [False] * geometry.layers
         self._observed = [0] * geometry.layers
         self._predicted: dict[int, tuple[Selection, float]] = {}
-        layout = attention.layout
-        self._log = SelectionLog(policy, geometry, self._site, 2 * layout.head_dim * layout.itemsize)
         self._outcomes: list[LayerOutcome | None] = []
-        self._plan: OnDemand | None = None
-        self._place = 0
+        self._gates = gates
+        self._attach(basis, view)
 
     def begin_step(self, rows: int) -> frozenset[int]:
         """The layers that choose in a step of `rows` rows; what was taken back since the last one is forgotten."""
@@ -82,13 +81,20 @@ class Selecting:
         self.context.begin_step(start, rows)
         self._log.begin()
         self._predicted = {}
+        if self._gate is not None:
+            self._gate.begin_step()
         self._outcomes = [self._reads_all(layer, start, rows) for layer in range(self.geometry.layers)]
-        self.chosen = frozenset(layer for layer, outcome in enumerate(self._outcomes) if outcome is None)
+        self._access.chosen = frozenset(layer for layer, outcome in enumerate(self._outcomes) if outcome is None)
         return self.chosen
+
+    @property
+    def chosen(self) -> frozenset[int]:
+        """Layers that choose in this step."""
+        return self._access.chosen
 
     def bind(self, plan: OnDemand, place: int) -> None:
         """The plan of the step, and the place of this history in it."""
-        self._plan, self._place = plan, place
+        self._access.bind(plan, place)
 
     def note_hidden(self, layer: int, hidden: Tensor) -> None:
         """The residual stream [rows, hidden_size] of this sequence that enters `layer`."""
@@ -105,8 +111,8 @@ class Selecting:
         selection = self.method.speculate(self.context, coming, index, self.context.hidden(layer))
         if selection is not None:
             support = self._expand(index, selection)
-            wanted, _ = self._chunks(coming, support)
-            self._require_plan().fetch(coming, self._place, wanted)
+            wanted, _ = self._access.chunks_of(coming, support)
+            self._access.fetch(coming, wanted)
             self._predicted[coming] = selection, self._clock() - start
 
     def attend(self, layer: int, rows: StepRows, table: BlockTable, sinks: Tensor | None = None) -> Tensor | None:
@@ -125,25 +131,34 @@ class Selecting:
         selection, speculated = self._predicted.pop(layer, (None, 0.0))
         if selection is None:
             selection = self.method.select(self.context, layer, index, rows)
-        outcome = self._capped(selection)
+        selection, outcome = self._decided(layer, index, rows, selection)
         support = self._expand(index, selection)
         times.append(self._clock())
-        plan, near = self._require_plan(), dict[int, Tensor]()
-        missing = self._missing(layer)
-        if outcome.exact:
-            wanted = list(range(len(self.history.chunks)))
-        else:
-            wanted, near = self._chunks(layer, support)
-        output, near_rows = None, 0
+        access, near = self._access, dict[int, Tensor]()
+        missing = access.missing(layer)
+        output, near_rows, parts = None, 0, list[ChosenRows]()
         try:
-            self._log.charge(plan.arrive(layer, self._place, wanted).read_bytes(plan.lower))
-            times.append(self._clock())
-            if not outcome.exact:
-                output = self._compute(layer, rows, table, selection, support, index, near, sinks, times)
-                near_rows = count_rows(self._attention.rows(support), self._chunk_tokens, near)
+            if outcome.exact:
+                access.arrive_all(layer)
+                times.append(self._clock())
+            else:
+                wanted, near = access.chunks_of(layer, support)
+                access.arrive(layer, wanted)
+                times.append(self._clock())
+                parts = self._gather(layer, table, support, near)
+                times.append(self._clock())
+                output = self._compute(layer, rows, table, selection, support, index, parts, sinks)
+                near_rows = count_rows(self._attention.rows(support), access.chunk_tokens, near)
         finally:
-            self._near.give_back()
+            access.give_back()
         times.append(self._clock())
+        shadow = None
+        if output is not None and self.shadow is not None and self.shadow.wants(layer, rows.start):
+            access.arrive_all(layer)
+            dense = self._attention.read(table, 0, support.visible)
+            shadow = self.shadow.compare(
+                self.policy, self.geometry.scale, layer, rows, dense, sinks, selection, support, output, parts
+            )
         self._outcomes[layer] = outcome
         self._log.chosen(
             layer,
@@ -151,11 +166,12 @@ class Selecting:
             index,
             selection,
             support,
-            not_ready=count_rows(support.rows, self._chunk_tokens, missing - near.keys()),
-            not_resident=self._chunk_tokens * len(missing),
+            not_ready=count_rows(support.rows, access.chunk_tokens, missing - near.keys()),
+            not_resident=access.chunk_tokens * len(missing),
             near_rows=near_rows,
             times=_stages(times, speculated),
             estimate=greatest_estimate(selection),
+            shadow=shadow,
         )
         return output
 
@@ -189,56 +205,42 @@ class Selecting:
         receipt = self._log.receipt()
         if receipt.chose:
             self.history.turn_approximate(self.policy.lineage)
+        if self._gate is not None:
+            self._gate.end_step()
         return receipt
 
-    def abort_step(self) -> None:
-        """The step ended early. What the indexes learned in it is forgotten when the next one begins."""
-        self._near.give_back()
+    def abort_step(self, *, again: bool = False) -> None:
+        """The step ended early. What the indexes learned in it is forgotten when the next one begins.
+
+        again: it is tried again at once, under the deadline that it has.
+        """
+        self._access.give_back()
+        self._access.chosen = frozenset()
         self._predicted.clear()
-        self.chosen = frozenset()
+        if self._gate is not None and not again:
+            self._gate.end_step()
 
     def fork(self, history: History) -> Selecting:
         """The same selections for `history`, a copy of this one's."""
         other = copy.copy(self)
         other.history = history
-        other.context = FrameContext(self.policy, self.geometry, other, self.context.basis, self.context.view)
         other._indexes = copy.deepcopy(self._indexes)
         other._built, other._observed = list(self._built), list(self._observed)
-        other._near = HostRows(history.directory)
         other._predicted = {}
-        layout = self._attention.layout
-        other._log = SelectionLog(self.policy, self.geometry, self._site, 2 * layout.head_dim * layout.itemsize)
+        other._attach(self.context.basis, self.context.view)
         return other
-
-    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K and V of consecutive rows, for the method. Blocks until they are on the device; charged as read."""
-        plan, size = self._require_plan(), self._chunk_tokens
-        if layer in self.chosen:
-            chunks = list(range(start // size, -(-stop // size)))
-            self._log.charge(plan.arrive(layer, self._place, chunks).read_bytes(plan.lower))
-        return self._attention.read(plan.tables[self._place].layers[layer], start, stop)
-
-    def read_at(self, layer: int, rows: Tensor) -> Tensor:
-        """Keys of single rows, for the method: as `read`, or where they lie if it computes near the data."""
-        plan = self._require_plan()
-        wanted, near = self._device_and_near(layer, self._named_chunks(rows))
-        if layer in self.chosen:
-            self._log.charge(plan.arrive(layer, self._place, wanted).read_bytes(plan.lower))
-        tables = plan.tables[self._place]
-        slots = torch.from_numpy(tables.slots(layer)).to(rows.device)
-        here = self._attention.gather(
-            tables.layers[layer], slots, rows, None if not near else ~self._lies_in(rows, near)
-        )
-        keys = here.keys.masked_fill(~here.visible.unsqueeze(-1), 0.0)
-        if near:
-            there = self._attention.gather_near(near, rows)
-            keys = torch.where(there.visible.unsqueeze(-1), there.keys, keys)
-        return keys
 
     @property
     def index_bytes(self) -> int:
         """Bytes of all indexes."""
         return sum(index.nbytes for index in self._indexes if index is not None)
+
+    def _attach(self, basis: object, view: ModelView | None) -> None:
+        layout = self._attention.layout
+        self._log = SelectionLog(self.policy, self.geometry, self._site, 2 * layout.head_dim * layout.itemsize)
+        self._access = RowAccess(self.history, self._attention, self._site, self._log.charge)
+        self._gate = None if self._gates is None else self._gates(self._access)
+        self.context = FrameContext(self.policy, self.geometry, self._access, basis, view)
 
     def _reads_all(self, layer: int, start: int, rows: int) -> LayerOutcome | None:
         visible, contract = start + rows, self.method.contract
@@ -278,6 +280,20 @@ class Selecting:
             )
         return LayerOutcome.SELECTED
 
+    def _decided(
+        self, layer: int, index: Index, rows: StepRows, selection: Selection
+    ) -> tuple[Selection, LayerOutcome]:
+        outcome = self._capped(selection)
+        if outcome.exact or self._gate is None:
+            return selection, outcome
+        decided = self._gate.decide(layer, selection, self.context, Phase.INITIAL)
+        if decided is None:
+            self.context.widen(self._gate.gate.config.widen_factor)
+            selection = self.method.select(self.context, layer, index, rows)
+            decided = self._gate.decide(layer, selection, self.context, Phase.POST_WIDEN)
+        assert decided is not None, "a wider search is not widened again"
+        return selection, decided
+
     def _expand(self, index: Index, selection: Selection) -> Support:
         context = self.context
         return expand(
@@ -290,35 +306,14 @@ class Selecting:
             None if context.first == context.visible else context.first,
         )
 
-    def _chunks(self, layer: int, support: Support) -> tuple[list[int], dict[int, Tensor]]:
-        """(chunks that the device must hold, segments in the host tier that are read where they lie)."""
-        size = self._chunk_tokens
-        kept = {*range(-(-support.sinks // size)), *range(support.recent // size, -(-support.visible // size))}
-        wanted, near = self._device_and_near(layer, self._named_chunks(support.rows) - kept)
-        return sorted(kept.union(wanted)), near
-
-    def _device_and_near(self, layer: int, chunks: set[int]) -> tuple[list[int], dict[int, Tensor]]:
-        near: dict[int, Tensor] = {}
-        if self._site is ComputeSite.NEAR_DATA:
-            for chunk in sorted(chunks):
-                record = self.history.chunks[chunk] if chunk < len(self.history.chunks) else None
-                if record is not None and record.grants[layer] is None:
-                    segment = self._near.borrow(record, layer)
-                    if segment is not None:
-                        near[chunk] = segment
-        return sorted(chunks - near.keys()), near
-
-    def _named_chunks(self, rows: Tensor) -> set[int]:
-        named = torch.unique(rows.div(self._chunk_tokens, rounding_mode="floor")).tolist()
-        return {chunk for chunk in named if chunk >= 0}
-
-    def _lies_in(self, rows: Tensor, chunks: Collection[int]) -> Tensor:
-        wanted = torch.tensor(sorted(chunks), dtype=torch.int64, device=rows.device)
-        return torch.isin(rows.div(self._chunk_tokens, rounding_mode="floor"), wanted)
-
-    def _missing(self, layer: int) -> set[int]:
-        """Chunks that the device does not hold."""
-        return {number for number, record in enumerate(self.history.chunks) if record.grants[layer] is None}
+    def _gather(self, layer: int, table: BlockTable, support: Support, near: dict[int, Tensor]) -> list[ChosenRows]:
+        attention, access = self._attention, self._access
+        wanted = attention.rows(support)
+        slots = access.slots(layer, wanted.device)
+        if not near:
+            return [attention.gather(table, slots, wanted)]
+        here = ~access.lies_in(wanted, near)
+        return [attention.gather(table, slots, wanted, here), attention.gather_near(near, wanted)]
 
     def _compute(
         self,
@@ -328,18 +323,10 @@ class Selecting:
         selection: Selection,
         support: Support,
         index: Index,
-        near: dict[int, Tensor],
+        parts: list[ChosenRows],
         sinks: Tensor | None,
-        times: list[float],
     ) -> Tensor:
         attention, turned = self._attention, selection.repositioned
-        wanted = attention.rows(support)
-        slots = torch.from_numpy(self._require_plan().tables[self._place].slots(layer)).to(wanted.device)
-        lent = self._lies_in(wanted, near) if near else None
-        parts = [attention.gather(table, slots, wanted, None if lent is None else ~lent)]
-        if near:
-            parts.append(attention.gather_near(near, wanted))
-        times.append(self._clock())
         state = attention.persistent_state(rows, table, support, self.context.persistent.recent, turned)
         for part in parts:
             state = state.merge(attention.chosen_state(rows, part, support, turned))
@@ -352,18 +339,10 @@ class Selecting:
             output = share * output + (1 - share) * value
         if type(self.method).feedback is not Method.feedback:
             units = selection.units.shape[1]
-            mass = sum(attention.unit_mass(rows, part, support, state, units) for part in parts)
+            mass = sum(attention.unit_mass(rows, part, support, state, units, turned) for part in parts)
             assert isinstance(mass, Tensor)
             self.method.feedback(self.context, layer, index, selection, mass)
         return output.transpose(0, 1).to(rows.queries.dtype)
-
-    @property
-    def _chunk_tokens(self) -> int:
-        return self.history.context.chunk_tokens
-
-    def _require_plan(self) -> OnDemand:
-        assert self._plan is not None, "a step began without a plan"
-        return self._plan
 
 
 def _stages(times: list[float], speculated: float) -> StageTimes:

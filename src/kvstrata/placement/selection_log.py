@@ -8,11 +8,17 @@ from collections.abc import Iterable
 import torch
 
 from kvstrata.contract.method import ComputeSite
-from kvstrata.contract.selection_receipts import LayerOutcome, LayerSelection, SelectionReceipt, StageTimes
+from kvstrata.contract.selection_receipts import (
+    LayerOutcome,
+    LayerSelection,
+    SelectionReceipt,
+    ShadowSample,
+    StageTimes,
+)
 from kvstrata.methods.interface import Geometry, Index
-from kvstrata.methods.policy import SelectionPolicy
 from kvstrata.methods.selection import NO_UNIT, Selection
 from kvstrata.placement.expansion import Support
+from kvstrata.placement.policy import SelectionPolicy
 
 __all__ = ["SelectionLog", "count_rows", "greatest_estimate"]
 
@@ -68,6 +74,7 @@ class SelectionLog:
         near_rows: int,
         times: StageTimes,
         estimate: float | None,
+        shadow: ShadowSample | None = None,
     ) -> None:
         """A layer whose method chose. not_ready: chosen rows, over all owners, that were waited for. not_resident: rows
         of one owner whose only valid copies are below the device. near_rows: rows reduced where they lay."""
@@ -97,6 +104,7 @@ class SelectionLog:
                 generation=index.generation,
                 estimate=estimate,
                 times=times,
+                shadow=shadow,
                 detail="" if detail is None else str(detail),
             )
         )

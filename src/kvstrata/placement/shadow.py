@@ -16,7 +16,7 @@ from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.methods.selection import NO_UNIT
 from kvstrata.placement.expansion import Support
 
-__all__ = ["DenseReference", "ShadowMeasures", "entered"]
+__all__ = ["DenseReference", "ShadowMeasures", "average_values", "entered", "softmax_with_sinks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +88,11 @@ class DenseReference:
     @classmethod
     def of_scores(cls, scores: Tensor, values: Tensor, sinks: Tensor | None = None) -> DenseReference:
         """From `scores`, `values` and `sinks` as the attributes of these names hold them."""
-        weights = _softmax(scores, sinks)
+        weights = softmax_with_sinks(scores, sinks)
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
         rank = torch.empty_like(order)
         rank.scatter_(-1, order, torch.arange(scores.shape[-1], device=scores.device).expand_as(order))
-        return cls(scores, values, sinks, weights, _average(weights, values), rank)
+        return cls(scores, values, sinks, weights, average_values(weights, values), rank)
 
     def measure(self, support: Support, output: Tensor, recent: int | None = None) -> ShadowMeasures:
         """Hold `support` and the method's `output` [query_heads, rows, head_dim] against the dense answer.
@@ -110,7 +110,7 @@ class DenseReference:
         count = inside.sum(-1)
         top = self.rank < count.unsqueeze(-1)
         omitted = self.weights.masked_fill(inside, 0.0).sum(-1)
-        part = _average(_softmax(self.scores.masked_fill(~inside, -torch.inf), self.sinks), self.values)
+        part = average_values(softmax_with_sinks(self.scores.masked_fill(~inside, -torch.inf), self.sinks), self.values)
         error = torch.linalg.vector_norm(output.double() - self.output, dim=-1)
         norm = torch.linalg.vector_norm(self.output, dim=-1)
         longest = torch.linalg.vector_norm(self.values, dim=-1).amax(-1)
@@ -151,14 +151,16 @@ def entered(support: Support, query_heads: int, rows: int, visible: int, recent:
     return inside | window
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension; sinks [query_heads] take weight, so that the rest sums to less than 1."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     column = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
 
 
-def _average(weights: Tensor, values: Tensor) -> Tensor:
+def average_values(weights: Tensor, values: Tensor) -> Tensor:
+    """[query_heads, rows, head_dim]: `weights` [query_heads, rows, visible] over `values` [kv_heads, visible, dim]."""
     heads, rows, visible = weights.shape
     grouped = weights.reshape(values.shape[0], -1, visible)
     return (grouped @ values).reshape(heads, rows, -1)

@@ -80,22 +80,30 @@ class SupportAttention:
         self, rows: StepRows, chosen: ChosenRows, support: Support, turned: Repositioned | None
     ) -> PartialState:
         """State [query_heads, rows] over gathered rows."""
-        query, keys = rows.queries, chosen.keys
-        if turned is not None:
-            query = turned.query
-            order = support.order
-            if order.shape[0] == 1:
-                order = order.expand(keys.shape[0], -1)
-            each = turned.keys[self.heads(order.shape[0], order.device)]
-            keys = each.gather(1, order.unsqueeze(-1).expand(-1, -1, each.shape[-1]))
+        query, keys = self._turned(rows, chosen, support, turned)
         return selected_state(
             query, keys, chosen.values, self.geometry.scale, chosen.visible.unsqueeze(1), support.log_bias
         )
 
+    def _turned(
+        self, rows: StepRows, chosen: ChosenRows, support: Support, turned: Repositioned | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys by which gathered rows are weighed."""
+        if turned is None:
+            return rows.queries, chosen.keys
+        order = support.order
+        if order.shape[0] == 1:
+            order = order.expand(chosen.keys.shape[0], -1)
+        each = turned.keys
+        if each.shape[0] != order.shape[0]:
+            each = each[self.heads(order.shape[0], order.device)]
+        return turned.query, each.gather(1, order.unsqueeze(-1).expand(-1, -1, each.shape[-1]))
+
     def persistent_state(
         self, rows: StepRows, table: BlockTable, support: Support, recent: int, turned: Repositioned | None
     ) -> PartialState:
-        """State [query_heads, rows] over the persistent rows: sinks, and the last `recent` rows before each row."""
+        """State [query_heads, rows] over the persistent rows: sinks, the recent rows of the step's first row, and all
+        after them. Where positions are moved each row has its own last `recent` rows, and the others at their edge."""
         count, scale = rows.queries.shape[1], self.geometry.scale
         moved = turned is not None and turned.sink_keys is not None
         if count == 1 and not moved:
@@ -108,8 +116,15 @@ class SupportAttention:
         device = rows.queries.device
         position = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
         other = torch.arange(support.recent, support.visible, device=device).unsqueeze(0)
-        seen = (other <= position) & (other > position - recent)
+        seen = other <= position
+        if turned is not None:
+            seen = seen & (other > position - recent)
         state = selected_state(rows.queries, keys, values, scale, seen.unsqueeze(0))
+        if turned is not None and turned.leaving_keys is not None:
+            # What leaves the window within the step is met from its edge by the queries that come after.
+            left = turned.leaving_keys.shape[1]
+            gone = (other[:, :left] <= position - recent).unsqueeze(0)
+            state = state.merge(selected_state(turned.query, turned.leaving_keys, values[:, :left], scale, gone))
         if not support.sinks:
             return state
         sink_keys, sink_values = self.read(table, 0, support.sinks)
@@ -129,11 +144,18 @@ class SupportAttention:
         return keys, values
 
     def unit_mass(
-        self, rows: StepRows, chosen: ChosenRows, support: Support, state: PartialState, units: int
+        self,
+        rows: StepRows,
+        chosen: ChosenRows,
+        support: Support,
+        state: PartialState,
+        units: int,
+        turned: Repositioned | None = None,
     ) -> Tensor:
         """Weight fp32 [query_heads, units] that the rows of every unit got, of the step's rows together."""
+        query, keys = self._turned(rows, chosen, support, turned)
         weights = selected_weights(
-            rows.queries, chosen.keys, state, self.geometry.scale, chosen.visible.unsqueeze(1), support.log_bias
+            query, keys, state, self.geometry.scale, chosen.visible.unsqueeze(1), support.log_bias
         ).sum(1)
         columns = support.columns.clamp_min(0)
         each = columns.repeat_interleave(weights.shape[0] // columns.shape[0], dim=0)

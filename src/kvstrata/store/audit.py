@@ -14,7 +14,7 @@ from pathlib import Path
 from kvstrata.errors import DamagedError, Reason, StoreError
 from kvstrata.store.catalog import Catalog
 from kvstrata.store.catalog_database import CatalogDamaged
-from kvstrata.store.catalog_rows import drop_row, find_row, insert_row, layout_digest
+from kvstrata.store.catalog_rows import drop_row, find_row, insert_rows, layout_digest
 from kvstrata.store.collection import measure
 from kvstrata.store.manifests import manifest_path, named_chunks, session_manifests
 from kvstrata.store.owners import is_alive
@@ -184,7 +184,7 @@ def _row_from_file(database: sqlite3.Connection, chunk: bytes, root: Path, files
     try:
         with ChunkFile(files, path, chunk) as file:
             drop_row(database, row)
-            insert_row(database, file.header, path.stat().st_mtime)
+            insert_rows(database, [file.header], path.stat().st_mtime)
     except DamagedError as error:
         if error.reason is Reason.CHUNK_MISSING:
             drop_row(database, row)

@@ -13,22 +13,25 @@ import contextlib
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.states import DURABLE_CHUNK, DurableChunkState
 from kvstrata.errors import KvstrataError, Reason, StoreError
 from kvstrata.store.catalog_database import CatalogDamaged, Database
 from kvstrata.store.catalog_mirror import Mirror, RemovalCounter
-from kvstrata.store.catalog_rows import ChunkRow, drop_row, find_row, insert_row, layout_digest, tenant_digest
+from kvstrata.store.catalog_rows import ChunkRow, drop_row, find_row, insert_rows, layout_digest, tenant_digest
 from kvstrata.store.catalog_schema import SPACE_USED
 from kvstrata.tiers.chunk_format import Header
 from kvstrata.tiers.files import ChunkFile, chunk_path
 from kvstrata.tiers.filesystem import FileSystem, storage_error
-from kvstrata.tiers.journal import WriteOutcome
+from kvstrata.tiers.journal import Intent, WriteOutcome
 
 __all__ = ["CatalogJournal"]
+
+Result = TypeVar("Result")
 
 _ZEROS = memoryview(bytes(1 << 20))
 _LISTED_AT_ONCE = 4096
@@ -86,19 +89,29 @@ class CatalogJournal:
             last = rows[-1][0]
             yield from (row[0] for row in rows)
 
-    def reserve(self, identity: ChunkIdentity, temporary: str, nbytes: int) -> int:
+    def reserve(self, intents: Sequence[Intent]) -> Sequence[int]:
         return self.reserve_bytes(
-            nbytes,
-            lambda database: self._intend(database, identity.digest, temporary, nbytes),
-            identity,
+            sum([intent.nbytes for intent in intents]),
+            lambda database: [self._intend(database, intent) for intent in intents],
+            intents[0].identity,
+            # Who leaves is decided for one newcomer at a time.
+            room=len(intents) == 1,
         )
 
     def reserve_bytes(
-        self, nbytes: int, change: Callable[[sqlite3.Connection], int], identity: ChunkIdentity | None = None
-    ) -> int:
-        """Run `change`, which adds an intent of `nbytes`, unless the cap would be passed. Errors: as `reserve`."""
+        self,
+        nbytes: int,
+        change: Callable[[sqlite3.Connection], Result],
+        identity: ChunkIdentity | None = None,
+        *,
+        room: bool = True,
+    ) -> Result:
+        """Run `change`, which adds intents of `nbytes`, unless the cap would be passed. room: others may leave for it.
 
-        def reserve(database: sqlite3.Connection) -> int | None:
+        Errors: as `reserve`.
+        """
+
+        def reserve(database: sqlite3.Connection) -> Result | None:
             if self._max_bytes is not None and self._used(database) + nbytes > self._max_bytes:
                 return None
             return change(database)
@@ -108,7 +121,7 @@ class CatalogJournal:
         if transaction is None:
             self._reclaim()
             transaction = self._database.write(reserve, lazy=True)
-        if transaction is None and self.make_room is not None and self._max_bytes is not None:
+        if transaction is None and room and self.make_room is not None and self._max_bytes is not None:
             missing = self._database.read(self._used) + nbytes - self._max_bytes
             if missing > 0:
                 self.make_room(missing, identity)
@@ -122,47 +135,59 @@ class CatalogJournal:
             )
         return transaction
 
-    def publish(self, transaction: int, header: Header, place: Callable[[bool], WriteOutcome]) -> WriteOutcome:
-        chunk = header.identity.digest
-        layout = layout_digest(header.layout)
+    def publish(
+        self,
+        written: Sequence[tuple[int, Header]],
+        place: Callable[[Sequence[bool]], Sequence[WriteOutcome]],
+    ) -> Sequence[WriteOutcome]:
         with self._counter.guard() as announce:
 
-            def change(database: sqlite3.Connection) -> WriteOutcome:
-                row = find_row(database, chunk)
-                if row is not None and row.state is DurableChunkState.DELETING:
-                    announce()
-                    self._finish(database, row)
-                    row = None
-                outcome = place(row is not None and row.layout == layout)
-                database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
-                if row is None or outcome is not WriteOutcome.ALREADY_PRESENT:
-                    if row is not None:
+            def change(database: sqlite3.Connection) -> Sequence[WriteOutcome]:
+                rows = [find_row(database, header.identity.digest) for _, header in written]
+                for index, row in enumerate(rows):
+                    if row is not None and row.state is DurableChunkState.DELETING:
+                        announce()
+                        self._finish(database, row)
+                        rows[index] = None
+                pairs = list(zip(rows, written, strict=True))
+                outcomes = list(
+                    place(
+                        [row is not None and row.layout == layout_digest(header.layout) for row, (_, header) in pairs]
+                    )
+                )
+                new = []
+                for (row, (transaction, header)), outcome in zip(pairs, outcomes, strict=True):
+                    database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
+                    if row is not None and outcome is not WriteOutcome.ALREADY_PRESENT:
                         announce()
                         drop_row(database, row)
-                    insert_row(database, header, self._now())
-                return outcome
+                    if row is None or outcome is not WriteOutcome.ALREADY_PRESENT:
+                        new.append(header)
+                insert_rows(database, new, self._now())
+                return outcomes
 
-            outcome = self._database.write(change)
-        if outcome is not WriteOutcome.ALREADY_PRESENT:
-            self._mirror.forget(chunk)
-        return outcome
+            outcomes = self._database.write(change)
+        for outcome, (_, header) in zip(outcomes, written, strict=True):
+            if outcome is not WriteOutcome.ALREADY_PRESENT:
+                self._mirror.forget(header.identity.digest)
+        return outcomes
 
-    def abort(self, transaction: int, identity: ChunkIdentity) -> None:
-        chunk = identity.digest
-        zero = self._zeroes(tenant_digest(identity.context.namespace.tenant))
-
+    def abort(self, intents: Sequence[tuple[int, ChunkIdentity]]) -> None:
         def change(database: sqlite3.Connection) -> None:
-            found = database.execute("SELECT temporary FROM intents WHERE id = ?", (transaction,)).fetchone()
-            self.settle(database, chunk, zero=zero)
-            if found is not None and zero:
-                self.discard_temporary(found[0], zero=True)
-            database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
+            for transaction, identity in intents:
+                zero = self._zeroes(tenant_digest(identity.context.namespace.tenant))
+                found = database.execute("SELECT temporary FROM intents WHERE id = ?", (transaction,)).fetchone()
+                self.settle(database, identity.digest, zero=zero)
+                if found is not None and zero:
+                    self.discard_temporary(found[0], zero=True)
+                database.execute("DELETE FROM intents WHERE id = ?", (transaction,))
 
         # What stays behind is resolved by the next one who recovers.
         with contextlib.suppress(KvstrataError, OSError, CatalogDamaged), self._counter.guard() as announce:
             announce()
             self._database.write(change)
-        self._mirror.forget(chunk)
+        for _, identity in intents:
+            self._mirror.forget(identity.digest)
 
     def remove(self, chunk: bytes, aside: Callable[[], bool]) -> bool:
         with self._counter.guard() as announce:
@@ -246,7 +271,7 @@ class CatalogJournal:
             with contextlib.suppress(StoreError), ChunkFile(self._files, path, chunk) as file:
                 if layout_digest(file.layout) != row.layout or file.header.file_bytes != row.file_bytes:
                     drop_row(database, row)
-                    insert_row(database, file.header, self._now())
+                    insert_rows(database, [file.header], self._now())
 
     def discard_temporary(self, name: str, *, zero: bool) -> None:
         """Remove a temporary file of a process that died; `zero`: overwritten first, where any tenant asks for it."""
@@ -254,10 +279,10 @@ class CatalogJournal:
             raise CatalogDamaged(f"{name!r} is not the name of a temporary file")
         self._discard(self.root / "tmp" / name, zero=zero and bool(self._zero_tenants))
 
-    def _intend(self, database: sqlite3.Connection, chunk: bytes, temporary: str, nbytes: int) -> int:
+    def _intend(self, database: sqlite3.Connection, intent: Intent) -> int:
         added = database.execute(
             "INSERT INTO intents(process, chunk, temporary, bytes) VALUES (?, ?, ?, ?)",
-            (self._process(), chunk, temporary, nbytes),
+            (self._process(), intent.identity.digest, intent.temporary, intent.nbytes),
         )
         return int(added.lastrowid or 0)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import sqlite3
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from kvstrata.contract.encoding import digest
-from kvstrata.contract.identity import Namespace
+from kvstrata.contract.identity import ChunkContext, Namespace
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.states import DURABLE_CHUNK, DurableChunkState
 from kvstrata.store.catalog_database import CatalogDamaged
@@ -22,7 +23,7 @@ __all__ = [
     "ChunkRow",
     "drop_row",
     "find_row",
-    "insert_row",
+    "insert_rows",
     "layout_digest",
     "namespace_digest",
     "next_generation",
@@ -93,37 +94,45 @@ def find_row(database: sqlite3.Connection, chunk: bytes) -> ChunkRow | None:
     return ChunkRow(row, chunk, known, layout, size, generation, bool(zero), tenant)
 
 
-def insert_row(database: sqlite3.Connection, header: Header, now: float) -> int:
-    """Make the row of a chunk that has none, published; returns its replica generation."""
-    identity = header.identity
-    context = identity.context
+def insert_rows(database: sqlite3.Connection, headers: Sequence[Header], now: float) -> None:
+    """Make the rows of chunks that have none, published, each with the next replica generation."""
+    if not headers:
+        return
+    first = next_generation(database, len(headers)) - len(headers) + 1
+    contexts = {header.identity.context.digest: header.identity.context for header in headers}
+    known = {name: _context_row(database, context) for name, context in contexts.items()}
+    state = str(DURABLE_CHUNK.require(DurableChunkState.RESERVED, DurableChunkState.PUBLISHED))
+    database.executemany(
+        "INSERT INTO chunks(digest, context, parent, start, tokens, layout, payload, file_bytes, replica_generation,"
+        " state, created, last_used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (
+                header.identity.digest,
+                known[header.identity.context.digest],
+                header.identity.parent,
+                header.identity.start,
+                packed_tokens(header.identity.token_ids),
+                layout_digest(header.layout),
+                header.payload_digest,
+                header.file_bytes,
+                generation,
+                state,
+                now,
+                now,
+            )
+            for generation, header in enumerate(headers, first)
+        ],
+    )
+
+
+def _context_row(database: sqlite3.Connection, context: ChunkContext) -> int:
     known = (context.digest, namespace_digest(context.namespace), tenant_digest(context.namespace.tenant))
     found = database.execute("SELECT id FROM contexts WHERE digest = ?", known[:1]).fetchone()
     if found is None:
         found = database.execute(
             "INSERT INTO contexts(digest, namespace, tenant) VALUES (?, ?, ?) RETURNING id", known
         ).fetchone()
-    generation = next_generation(database)
-    state = DURABLE_CHUNK.require(DurableChunkState.RESERVED, DurableChunkState.PUBLISHED)
-    database.execute(
-        "INSERT INTO chunks(digest, context, parent, start, tokens, layout, payload, file_bytes, replica_generation,"
-        " state, created, last_used) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            identity.digest,
-            found[0],
-            identity.parent,
-            identity.start,
-            packed_tokens(identity.token_ids),
-            layout_digest(header.layout),
-            header.payload_digest,
-            header.file_bytes,
-            generation,
-            str(state),
-            now,
-            now,
-        ),
-    )
-    return generation
+    return int(found[0])
 
 
 def drop_row(database: sqlite3.Connection, row: ChunkRow) -> None:
@@ -134,10 +143,10 @@ def drop_row(database: sqlite3.Connection, row: ChunkRow) -> None:
     next_generation(database)
 
 
-def next_generation(database: sqlite3.Connection) -> int:
-    """Advance the directory's generation and return it."""
+def next_generation(database: sqlite3.Connection, count: int = 1) -> int:
+    """Advance the directory's generation by `count` and return it."""
     return int(
         database.execute(
-            "UPDATE meta SET directory_generation = directory_generation + 1 RETURNING directory_generation"
+            "UPDATE meta SET directory_generation = directory_generation + ? RETURNING directory_generation", (count,)
         ).fetchone()[0]
     )

@@ -27,6 +27,12 @@ from kvstrata.tiers.memory import Backing, Grant, HostBacking, MemoryArena
 __all__ = ["DemoteOutcome", "HostCache", "HostTotals", "host_arena", "open_host_cache"]
 
 
+# An attribute of an enum's class costs as much as a call, and segments come by the thousand.
+_DEVICE_VISIBLE, _DEMOTE_RESERVED = ResidencyState.DEVICE_VISIBLE, ResidencyState.DEMOTE_RESERVED
+_COPY_OUT, _LOWER_VALID = ResidencyState.COPY_OUT, ResidencyState.LOWER_VALID
+_FILE_PUBLISHED = FileReplicaState.PUBLISHED
+
+
 class DemoteOutcome(StrEnum):
     """What became of a segment that is to leave the device. Only DECLINED and FAILED leave no copy in the host tier."""
 
@@ -95,16 +101,16 @@ class HostCache:
             self._touch(record, layer)
             return DemoteOutcome.PRESENT
         grant = record.grants[layer]
-        if record.residency[layer] is ResidencyState.LOWER_VALID:
-            directory.advance(record, layer, ResidencyState.DEVICE_VISIBLE)
-        if grant is None or record.residency[layer] is not ResidencyState.DEVICE_VISIBLE:
+        if record.residency[layer] is _LOWER_VALID:
+            directory.advance(record, layer, _DEVICE_VISIBLE)
+        if grant is None or record.residency[layer] is not _DEVICE_VISIBLE:
             return DemoteOutcome.DECLINED
         slot = self._reserve(record, layer, required=required)
         if slot is None:
             return DemoteOutcome.DECLINED
         try:
-            directory.advance(record, layer, ResidencyState.DEMOTE_RESERVED)
-            directory.advance(record, layer, ResidencyState.COPY_OUT)
+            directory.advance(record, layer, _DEMOTE_RESERVED)
+            directory.advance(record, layer, _COPY_OUT)
             source, target = directory.arena.backing.readable(grant.slot), self.arena.backing.writable(slot.slot)
             checksum = xxh3_128_digest(source)
             _copy([target], source)
@@ -115,14 +121,13 @@ class HostCache:
             if xxh3_128_digest(target) != checksum:
                 self._count(damaged=1)
                 return DemoteOutcome.FAILED
-            self._publish(record, layer, slot, checksum)
-            directory.advance(record, layer, ResidencyState.LOWER_VALID)
-            self._count(demoted=1, demoted_bytes=source.nbytes)
+            self._publish(record, layer, slot, checksum, demoted=1, demoted_bytes=source.nbytes)
+            directory.advance(record, layer, _LOWER_VALID)
             return DemoteOutcome.COPIED
         finally:
             self._settle(record, layer, slot)
-            if record.residency[layer] in (ResidencyState.DEMOTE_RESERVED, ResidencyState.COPY_OUT):
-                directory.advance(record, layer, ResidencyState.DEVICE_VISIBLE)
+            if record.residency[layer] in (_DEMOTE_RESERVED, _COPY_OUT):
+                directory.advance(record, layer, _DEVICE_VISIBLE)
 
     def demote_whole(self, record: ChunkRecord) -> bool:
         """Give every segment of a chunk a copy here that may be its last; whether all of them have one now.
@@ -180,8 +185,7 @@ class HostCache:
             if xxh3_128_digest(target) != checksum:
                 self._count(damaged=1)
                 return False
-            self._publish(record, layer, slot, checksum)
-            self._count(staged=1)
+            self._publish(record, layer, slot, checksum, staged=1)
             return True
         finally:
             self._settle(record, layer, slot)
@@ -204,21 +208,26 @@ class HostCache:
             return self.arena.reclaim({*there.values(), *self._moving})
 
     def _settle(self, record: ChunkRecord, layer: int, slot: Grant) -> None:
+        if slot not in self._moving:
+            return
         with self._lock:
             if self._moving.pop(slot, None) is not None and record.host.grants[layer] != slot:
                 self.arena.release(slot)
 
-    def _publish(self, record: ChunkRecord, layer: int, slot: Grant, checksum: bytes) -> None:
+    def _publish(self, record: ChunkRecord, layer: int, slot: Grant, checksum: bytes, **counts: int) -> None:
         with self._lock:
             key = (record.digest, layer)
             if key in self._policy:
                 self._policy.remove(key)
             self.directory.publish_host(record, layer, slot, checksum)
             self._policy.admit(key, self.arena.slot_bytes, self._clock())
+            for name, amount in counts.items():
+                self._counts[name] += amount
+            self._moving.pop(slot, None)
 
     def _reserve(self, record: ChunkRecord, layer: int, *, required: bool) -> Grant | None:
         with self._lock:
-            if record.host.state is FileReplicaState.PUBLISHED and record.host.epoch != record.epoch:
+            if record.host.state is _FILE_PUBLISHED and record.host.epoch != record.epoch:
                 # Copies of an older epoch are never read; in their place there would be no room for a valid one.
                 for each in range(self.directory.layers):
                     self._revoke(record, each)

@@ -1,7 +1,8 @@
 """Sealed chunks go to the file tier behind the running model.
 
 One thread, started and stopped by its owner, or none and the owner's `run_one`. The queue needs no bound of its own: a
-chunk that waits occupies its slots, and the memory budget stops the producer.
+chunk that waits occupies its slots, and the memory budget stops the producer. The thread writes small chunks that wait
+together, so that they share their transactions.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ from kvstrata.store.buffers import used_pages
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.service_ledger import ServiceLedger
 from kvstrata.store.uses import ChunksInUse
-from kvstrata.tiers.interface import ChunkTier
+from kvstrata.tiers.files import WriteReceipt
+from kvstrata.tiers.interface import BatchTier, ChunkTier
 from kvstrata.tiers.journal import WriteOutcome
 from kvstrata.tiers.memory import Grant
 
 __all__ = ["PublicationTotals", "Publisher"]
+
+
+Job = tuple[ChunkRecord, list[Grant]]
+
+_TOGETHER_BYTES = 8 << 20
+"""Of chunks that are written together: who waits for the first of them waits for all."""
+_TOGETHER_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Publisher:
         self._clock = clock
         self._in_use = in_use
         self._rates = rates
-        self._jobs: queue.SimpleQueue[tuple[ChunkRecord, list[Grant]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._settled = threading.Condition()
         self._pending: set[ChunkRecord] = set()
         self._error: BaseException | None = None
@@ -122,41 +131,79 @@ class Publisher:
             return False
         job = self._jobs.get()
         if job is not None:
-            self._settle(*job)
+            self._settle([job])
         return job is not None
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._settle(*job)
+        following = [self._jobs.get()]
+        while (job := following.pop()) is not None:
+            self._settle(self._together(job, following))
+            if not following:
+                following.append(self._jobs.get())
 
-    def _settle(self, record: ChunkRecord, held: list[Grant]) -> None:
+    def _together(self, first: Job, following: list[Job | None]) -> list[Job]:
+        """`first` and what waits behind it and is written along. What was taken and is not goes to `following`."""
+        jobs, size = [first], self.directory.arena.slot_bytes * self.directory.layers
+        names = {first[0].digest}
+        while isinstance(self.tier, BatchTier) and len(jobs) < min(_TOGETHER_CHUNKS, _TOGETHER_BYTES // size):
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is None or job[0].digest in names:
+                following.append(job)
+                break
+            jobs.append(job)
+            names.add(job[0].digest)
+        return jobs
+
+    def _settle(self, jobs: list[Job]) -> None:
         start, cpu = self._clock(), time.thread_time()
         state, failure = FileReplicaState.FAILED, None
         try:
-            self._write(record, held)
+            self._write(jobs)
             state = FileReplicaState.PUBLISHED
         except KvstrataError as error:
+            if len(jobs) > 1:
+                # What fails for one of them, or for want of room for all, need not fail for each.
+                for job in jobs:
+                    self._settle([job])
+                return
             failure = error if isinstance(error, StoreError) else StoreError(error.reason, error.cause)
         except BaseException as error:  # noqa: BLE001 - kept for the owner: a bug must not look like a full disk
             self._error = error
-        # The slots are let go before the chunk becomes evictable: an eviction must free them at once.
-        for grant in held:
-            self.directory.arena.let_go(grant)
-        self.directory.mark(record, state, failure)
+        for record, held in jobs:
+            # The slots are let go before the chunk becomes evictable: an eviction must free them at once.
+            for grant in held:
+                self.directory.arena.let_go(grant)
+            self.directory.mark(record, state, failure)
         cpu = time.thread_time() - cpu
         self._add(failures=int(failure is not None), service_s=self._clock() - start, cpu_s=cpu)
         with self._settled:
-            self._pending.discard(record)
+            self._pending.difference_update(record for record, _ in jobs)
             self._settled.notify_all()
 
-    def _write(self, record: ChunkRecord, held: list[Grant]) -> None:
-        backing, tokens = self.directory.arena.backing, len(record.identity.token_ids)
-        segments = [used_pages(backing.readable(grant.slot), self.layout, tokens) for grant in held]
-        receipt = self.tier.write(record.identity, self.layout, segments)
-        if self._in_use is not None and not record.leased:
-            if self._in_use.hold([record.digest]):
+    def _write(self, jobs: list[Job]) -> None:
+        chunks = [(record.identity, self.layout, self._segments(record, held)) for record, held in jobs]
+        if len(chunks) > 1 and isinstance(self.tier, BatchTier):
+            receipts = self.tier.write_all(chunks)
+        else:
+            receipts = [self.tier.write(*chunk) for chunk in chunks]
+        new = [record for record, _ in jobs if not record.leased]
+        if self._in_use is not None and new:
+            missing = self._in_use.hold([record.digest for record in new])
+            for record in new:
+                record.leased = record.digest not in missing
+            if missing:
                 raise StoreError(Reason.CHUNK_MISSING, "the chunk was removed as soon as it was written", "save again")
-            record.leased = True
+        for receipt in receipts:
+            self._count(receipt)
+
+    def _segments(self, record: ChunkRecord, held: list[Grant]) -> list[list[memoryview]]:
+        backing, tokens = self.directory.arena.backing, len(record.identity.token_ids)
+        return [used_pages(backing.readable(grant.slot), self.layout, tokens) for grant in held]
+
+    def _count(self, receipt: WriteReceipt) -> None:
         written = receipt.outcome is not WriteOutcome.ALREADY_PRESENT
         seconds = receipt.checksum_seconds + receipt.write_seconds + receipt.validate_seconds
         if self._rates is not None and written and seconds > 0:

@@ -23,7 +23,7 @@ from kvstrata.store.catalog_database import (
     alone_at_gate,
     connect_sqlite,
 )
-from kvstrata.store.catalog_rows import find_row, insert_row
+from kvstrata.store.catalog_rows import find_row, insert_rows
 from kvstrata.store.catalog_schema import SCHEMA
 from kvstrata.store.manifests import named_chunks, session_manifests
 from kvstrata.tiers.files import ChunkFile, FileTier
@@ -115,7 +115,7 @@ def _fill(database: sqlite3.Connection, root: Path, files: FileSystem, progress:
     for done, (chunk, path) in enumerate(found, 1):
         try:
             with ChunkFile(files, path, chunk) as file:
-                insert_row(database, file.header, path.stat().st_mtime)
+                insert_rows(database, [file.header], path.stat().st_mtime)
         except DamagedError as error:
             if error.reason is Reason.CHUNK_FORMAT_NEWER:
                 other += path.stat().st_size

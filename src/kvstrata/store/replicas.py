@@ -16,6 +16,9 @@ __all__ = ["ChunkRecord", "Replica", "SegmentKey"]
 SegmentKey = tuple[bytes, int]
 """Owner of a slot that holds a sealed segment: (chunk digest, layer)."""
 
+# An attribute of an enum's class costs as much as a call, and segments come by the thousand.
+_FILE_PUBLISHED = FileReplicaState.PUBLISHED
+
 
 class Replica:
     """The bytes of one chunk in one tier, whole or the segments of some layers.
@@ -124,7 +127,7 @@ class ChunkRecord:
     def valid(self, replica: Replica, layer: int | None = None) -> bool:
         """Whether the replica may be read, in `layer` where one is named: published, and of the current epoch."""
         return (
-            replica.state is FileReplicaState.PUBLISHED
+            replica.state is _FILE_PUBLISHED
             and replica.epoch == self.epoch
             and (layer is None or replica is self.durable or replica.grants[layer] is not None)
         )

@@ -20,6 +20,7 @@ from kvstrata.errors import ConfigurationError, DamagedError, Reason, StateError
 from kvstrata.ports import Clock
 from kvstrata.tiers.chunk_format import ALIGNMENT, PREFIX_BYTES, Header, header_bytes_of, payload_key
 from kvstrata.tiers.filesystem import FileSystem, read_fully, storage_error
+from kvstrata.tiers.header_cache import HeaderCache
 
 __all__ = ["ChunkFile", "ReadReceipt"]
 
@@ -53,11 +54,11 @@ class ChunkFile:
         path: Path,
         chunk: bytes,
         clock: Clock = time.perf_counter,
-        written: Header | None = None,
+        headers: HeaderCache | None = None,
     ) -> None:
         """Open `path` as the chunk named `chunk`; reads the header only. Errors: as `FileTier.open`.
 
-        written: the header that the file must carry, byte for byte: for whoever has just written it.
+        headers: where verified headers are remembered.
         """
         self._files = files
         self._clock = clock
@@ -77,7 +78,7 @@ class ChunkFile:
         except OSError as error:
             raise storage_error(error, f"opening {path}") from error
         try:
-            self.header = self._read_header(chunk, written)
+            self.header = self._read_header(chunk, headers)
         except BaseException:
             files.close(self._fd)
             raise
@@ -88,8 +89,8 @@ class ChunkFile:
         self.segment_bytes = self.header.segments[0].length
         self.nbytes = self.layers * self.segment_bytes
         self.stored_bytes = self.header.file_bytes
-        self._offsets = [entry.offset for entry in self.header.segments]
-        self._checksums = [entry.checksum for entry in self.header.segments]
+        self._offsets = self.header.offsets
+        self._checksums = self.header.checksums
 
     def read_into(self, layer: int, buffers: Sequence[memoryview]) -> int:
         """Fill `buffers` with the segment of `layer` and verify it; blocks; returns the bytes read.
@@ -180,24 +181,27 @@ class ChunkFile:
         if last:
             self._files.close(self._fd)
 
-    def _read_header(self, chunk: bytes, written: Header | None) -> Header:
+    def _read_header(self, chunk: bytes, headers: HeaderCache | None) -> Header:
         try:
             size = self._files.size(self._fd)
         except OSError as error:
             raise storage_error(error, f"reading the size of chunk {self._name}") from error
         first = min(size, ALIGNMENT)
         raw = self._read(first, 0)
+        known = headers.find(chunk, raw, size) if headers is not None else None
+        if known is not None:
+            return known
         header_bytes = header_bytes_of(raw[:PREFIX_BYTES] if len(raw) == first else b"", size, chunk)
         if first < header_bytes:
             raw += self._read(header_bytes - first, first)
         if len(raw) < header_bytes:
             raise self._mismatch("its header could not be read to its end")
         raw = raw[:header_bytes]
-        if written is not None and raw != written.encode():
-            raise self._mismatch("its header is not the one that was written")
-        header = written if written is not None else Header.parse(raw, chunk)
+        header = Header.parse(raw, chunk)
         if header.file_bytes != size:
             raise self._mismatch("its table does not end where the file ends")
+        if headers is not None:
+            headers.keep(chunk, raw, header)
         return header
 
     def _read(self, length: int, offset: int) -> bytes:

@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from typing import NoReturn
 
 from blake3 import blake3
-from xxhash import xxh3_64_digest, xxh3_128
+from xxhash import xxh3_64_digest, xxh3_128, xxh3_128_digest
 
 from kvstrata.contract.encoding import digest
 from kvstrata.contract.identity import ChunkContext, ChunkIdentity, Namespace
@@ -35,6 +35,7 @@ __all__ = [
     "PREFIX_BYTES",
     "Header",
     "SegmentEntry",
+    "file_bytes_of",
     "header_bytes_of",
     "payload_bytes",
     "payload_key",
@@ -66,6 +67,12 @@ def payload_bytes(layout: SegmentLayout, tokens: int) -> int:
     return layout.kv_heads * -(-tokens // layout.page_tokens) * layout.page_bytes
 
 
+def file_bytes_of(identity: ChunkIdentity, layout: SegmentLayout, layers: int) -> int:
+    """Size of the file of a chunk, header and padding included, known before its rows are."""
+    length = payload_bytes(layout, len(identity.token_ids))
+    return _aligned(_header_bytes(identity, layout, layers)) + (layers - 1) * _aligned(length) + length
+
+
 def payload_key(namespace: Namespace) -> bytes:
     """32-byte key of the payload digest of one tenant and salt."""
     return _payload_key(namespace.tenant, namespace.salt)
@@ -92,16 +99,28 @@ class Header:
         keyed = blake3(key=payload_key(identity.context.namespace))
         checksums = []
         for buffers in segments:
+            if len(buffers) == 1:
+                checksums.append(xxh3_128_digest(buffers[0]))
+                keyed.update(buffers[0])
+                continue
             hasher = xxh3_128()
             for buffer in buffers:
                 hasher.update(buffer)
                 keyed.update(buffer)
             checksums.append(hasher.digest())
-        fixed = PREFIX_BYTES + len(_meta(identity, layout)) + 4 * len(identity.token_ids)
-        first = _aligned(fixed + _ENTRY.size * len(checksums) + 2 * _DIGEST_BYTES)
-        stride = _aligned(length)
+        first, stride = _aligned(_header_bytes(identity, layout, len(checksums))), _aligned(length)
         entries = tuple(SegmentEntry(first + stride * i, length, checksum) for i, checksum in enumerate(checksums))
         return cls(identity, layout, entries, keyed.digest())
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the segment of each layer begins."""
+        return tuple(entry.offset for entry in self.segments)
+
+    @cached_property
+    def checksums(self) -> tuple[bytes, ...]:
+        """The xxh3_128 of each layer."""
+        return tuple(entry.checksum for entry in self.segments)
 
     @property
     def file_bytes(self) -> int:
@@ -197,6 +216,11 @@ def header_bytes_of(prefix: bytes, file_bytes: int, chunk: bytes) -> int:
     if file_bytes > declared or not PREFIX_BYTES < header_bytes <= declared:
         _damaged(name, f"it has {file_bytes} bytes where its header declares {declared}")
     return int(header_bytes)
+
+
+def _header_bytes(identity: ChunkIdentity, layout: SegmentLayout, layers: int) -> int:
+    fixed = PREFIX_BYTES + len(_meta(identity, layout)) + 4 * len(identity.token_ids)
+    return fixed + _ENTRY.size * layers + 2 * _DIGEST_BYTES
 
 
 def _meta(identity: ChunkIdentity, layout: SegmentLayout) -> bytes:

@@ -27,11 +27,14 @@ from kvstrata.errors import ConfigurationError, DamagedError, Reason, StoreError
 from kvstrata.ports import Clock
 from kvstrata.tiers.chunk_file import ChunkFile, ReadReceipt
 from kvstrata.tiers.chunk_format import ALIGNMENT, Header, payload_bytes
-from kvstrata.tiers.filesystem import NO_HARD_LINKS, FileSystem, OsFiles, storage_error, write_fully
-from kvstrata.tiers.journal import WriteJournal, WriteOutcome
+from kvstrata.tiers.chunk_writer import ChunkRows, Draft
+from kvstrata.tiers.filesystem import NO_HARD_LINKS, FileSystem, OsFiles, storage_error
+from kvstrata.tiers.header_cache import HeaderCache
+from kvstrata.tiers.journal import Intent, WriteJournal, WriteOutcome
 
 __all__ = [
     "ChunkFile",
+    "ChunkRows",
     "FileSystem",
     "FileTier",
     "OsFiles",
@@ -45,6 +48,7 @@ __all__ = [
 _NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _DAMAGED_KEPT = 16
 _PUBLISH_ATTEMPTS = 8
+_PRESENT = WriteOutcome.ALREADY_PRESENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,14 @@ class WriteReceipt:
     checksum_seconds: float
     write_seconds: float
     validate_seconds: float
+
+    @classmethod
+    def of(cls, draft: Draft) -> WriteReceipt:
+        """For a draft that has its outcome."""
+        assert draft.outcome is not None
+        size = draft.file_bytes if draft.header is not None else 0
+        times = (draft.checksum_seconds, draft.write_seconds, draft.validate_seconds)
+        return cls(draft.outcome, size, draft.payload_bytes, *times)
 
 
 class FileTier:
@@ -91,6 +103,7 @@ class FileTier:
         self._serial = itertools.count()
         self._revoked: set[bytes] = set()
         self._known_folders: set[Path] = set()
+        self._headers = HeaderCache()
         self._lock = threading.Lock()
 
     @property
@@ -135,21 +148,15 @@ class FileTier:
         Errors: `DamagedError` with CHUNK_MISSING, CHUNK_TRUNCATED, CHUNK_DAMAGED, CHUNK_FOREIGN or CHUNK_FORMAT_NEWER;
         `StoreError` with STORE_IO or STORE_READ_ONLY when the system refuses to read.
         """
-        if chunk in self._revoked:
-            raise DamagedError(
-                Reason.CHUNK_MISSING,
-                f"chunk {chunk.hex()} was found damaged earlier and is not read again",
-                "its rows are recomputed from the tokens",
-                chunk=chunk.hex(),
-            )
         if not self._published(chunk):
+            why = "was found damaged" if chunk in self._revoked else "is not published"
             raise DamagedError(
                 Reason.CHUNK_MISSING,
-                f"chunk {chunk.hex()} is not published in {self.root}",
+                f"chunk {chunk.hex()} {why} in {self.root}",
                 "its rows are recomputed from the tokens",
                 chunk=chunk.hex(),
             )
-        return ChunkFile(self._files, self.path(chunk), chunk, self._clock)
+        return ChunkFile(self._files, self.path(chunk), chunk, self._clock, self._headers)
 
     def write(
         self, identity: ChunkIdentity, layout: SegmentLayout, segments: Sequence[Sequence[memoryview]]
@@ -160,51 +167,39 @@ class FileTier:
         kept. On any failure the temporary is removed and nothing becomes visible. Errors: `StoreError` with STORE_FULL,
         STORE_READ_ONLY or STORE_IO; `ConfigurationError` for segments that do not fit identity and layout.
         """
+        return self.write_all([(identity, layout, segments)])[0]
+
+    def write_all(self, chunks: Sequence[ChunkRows]) -> Sequence[WriteReceipt]:
+        """Store several chunks, in two transactions of the journal and, if durable, one wait for its rows.
+
+        With a journal they become visible together or, after a failure, not at all. What the transactions take is
+        shared out evenly over the receipts. Errors: as `write`; `ConfigurationError` for a chunk that comes twice.
+        """
         if self.read_only:
             raise StoreError(
                 Reason.STORE_READ_ONLY,
                 f"the store at {self.root} is open for reading only",
                 "open a store that you may write to",
             )
-        sources = _as_bytes(identity, layout, segments)
-        payload = len(sources) * payload_bytes(layout, len(identity.token_ids))
-        start = self._clock()
-        met = self._occupant(identity.digest, layout)
-        if met is WriteOutcome.ALREADY_PRESENT:
-            return WriteReceipt(WriteOutcome.ALREADY_PRESENT, 0, payload, 0.0, 0.0, self._clock() - start)
-        hashing = self._clock()
-        header = Header.of(identity, layout, sources)
-        copying = self._clock()
-        try:
-            temporary = self._temporary(identity.digest)
-            transaction = self._journal.reserve(identity, temporary.name, header.file_bytes) if self._journal else 0
+        drafts = [Draft(chunk) for chunk in chunks]
+        if len({draft.chunk for draft in drafts}) != len(drafts):
+            raise ConfigurationError(Reason.INVALID_ARGUMENT, "chunks names one chunk twice")
+        for draft in drafts:
+            start = self._clock()
+            draft.met = self._occupant(draft.chunk, draft.layout, self.path(draft.chunk))
+            if draft.met is WriteOutcome.ALREADY_PRESENT:
+                draft.outcome = draft.met
+                draft.validate_seconds = self._clock() - start
+        pending = [draft for draft in drafts if draft.outcome is None]
+        if pending:
             try:
-                self._copy(self._created(temporary), header, sources)
-                validating = self._clock()
-                self._validate(temporary, header)
-                publishing = self._clock()
-                outcome = self._publish(transaction, temporary, header, met)
-            except BaseException:
-                if self._journal:
-                    self._journal.abort(transaction, identity)
-                self._discard(temporary)
-                raise
-            self._discard(temporary)
-        except StoreError:
-            raise
-        except OSError as error:
-            raise storage_error(error, f"writing chunk {identity.digest.hex()} to {self.root}") from error
-        with self._lock:
-            self._revoked.discard(identity.digest)
-        end = self._clock()
-        return WriteReceipt(
-            outcome,
-            header.file_bytes,
-            payload,
-            checksum_seconds=copying - hashing,
-            write_seconds=(validating - copying) + (end - publishing),
-            validate_seconds=publishing - validating,
-        )
+                self._write_new(pending)
+            except OSError as error:
+                if isinstance(error, StoreError):
+                    raise
+                which = f"chunk {pending[0].chunk.hex()}" if len(pending) == 1 else f"{len(pending)} chunks"
+                raise storage_error(error, f"writing {which} to {self.root}") from error
+        return [WriteReceipt.of(draft) for draft in drafts]
 
     def revoke(self, chunk: bytes) -> bool:
         """Take a damaged chunk out of use; whether there was a file to take.
@@ -214,6 +209,7 @@ class FileTier:
         """
         found = self.has(chunk)
         recorded = self._journal is not None and self._journal.published(chunk)
+        self._headers.forget(chunk)
         with self._lock:
             self._revoked.add(chunk)
         if self.read_only or not (found or recorded):
@@ -254,93 +250,132 @@ class FileTier:
             self._files.makedirs(temporary.parent)
             return self._files.open(temporary, flags)
 
-    def _discard(self, temporary: Path) -> None:
-        with contextlib.suppress(OSError):
-            self._files.unlink(temporary)
+    def _discard(self, *temporaries: Path) -> None:
+        for temporary in temporaries:
+            with contextlib.suppress(OSError):
+                self._files.unlink(temporary)
 
-    def _copy(self, fd: int, header: Header, sources: Sequence[Sequence[memoryview]]) -> None:
+    def _write_new(self, drafts: Sequence[Draft]) -> None:
+        start = self._clock()
+        temporaries = [self._temporary(draft.chunk) for draft in drafts]
+        transactions: Sequence[int] = [0] * len(drafts)
+        if self._journal is not None:
+            pairs = zip(drafts, temporaries, strict=True)
+            intents = [Intent(draft.identity, name.name, draft.file_bytes) for draft, name in pairs]
+            transactions = self._journal.reserve(intents)
+        apart = self._clock() - start
         try:
-            self._files.allocate(fd, header.file_bytes)
-            write_fully(self._files, fd, [memoryview(header.encode())], 0)
-            for entry, buffers in zip(header.segments, sources, strict=True):
-                write_fully(self._files, fd, buffers, entry.offset)
-            if self.durable:
-                self._files.fdatasync(fd)
-        finally:
-            self._files.close(fd)
+            headers = [self._copied(draft, temporary) for draft, temporary in zip(drafts, temporaries, strict=True)]
+            start = self._clock()
+            for draft in drafts:
+                if self.durable and draft.fd is not None:
+                    self._files.fdatasync(draft.fd)
+                draft.close(self._files)
+            outcomes = self._publish(transactions, headers, temporaries, [draft.met for draft in drafts])
+        except BaseException:
+            for draft in drafts:
+                with contextlib.suppress(OSError):
+                    draft.close(self._files)
+            if self._journal is not None:
+                self._journal.abort([(each, draft.identity) for each, draft in zip(transactions, drafts, strict=True)])
+            self._discard(*temporaries)
+            raise
+        self._discard(*temporaries)
+        apart += self._clock() - start
+        for draft, outcome in zip(drafts, outcomes, strict=True):
+            draft.outcome = outcome
+            draft.write_seconds += apart / len(drafts)
+        with self._lock:
+            self._revoked.difference_update(draft.chunk for draft in drafts)
 
-    def _validate(self, temporary: Path, header: Header) -> None:
+    def _copied(self, draft: Draft, temporary: Path) -> Header:
         try:
-            with ChunkFile(self._files, temporary, header.identity.digest, written=header) as written:
-                scratch = memoryview(bytearray(written.segment_bytes))
-                for layer in range(written.layers):
-                    written.read_into(layer, [scratch])
-        except DamagedError as error:
+            return draft.copy(self._files, self._created(temporary), self._clock)
+        except ValueError as error:
             raise StoreError(
                 Reason.STORE_IO,
-                f"what was written to {self.root} reads back otherwise: {error.cause}",
+                f"what was written to {self.root} reads back otherwise: {error}",
                 "nothing was published; check the disk and the memory, then try again",
             ) from error
 
-    def _publish(self, transaction: int, temporary: Path, header: Header, met: WriteOutcome) -> WriteOutcome:
-        chunk = header.identity.digest
-        folder = self.path(chunk).parent
-        if folder not in self._known_folders or not folder.is_dir():
-            self._files.makedirs(folder)
-            self._known_folders.discard(folder)
+    def _publish(
+        self,
+        transactions: Sequence[int],
+        headers: Sequence[Header],
+        temporaries: Sequence[Path],
+        met: Sequence[WriteOutcome],
+    ) -> Sequence[WriteOutcome]:
+        finals = [self.path(header.identity.digest) for header in headers]
+        for final in finals:
+            if final.parent not in self._known_folders:
+                self._files.makedirs(final.parent)
         if self._journal is None:
-            return self._link_or_replace(temporary, chunk, header.layout, met)
-        return self._journal.publish(transaction, header, lambda same: self._place(temporary, chunk, met, same=same))
+            outcomes = [
+                self._link_or_replace(temporary, final, header, outcome)
+                for temporary, final, header, outcome in zip(temporaries, finals, headers, met, strict=True)
+            ]
+            self._sync(finals)
+            return outcomes
 
-    def _place(self, temporary: Path, chunk: bytes, met: WriteOutcome, *, same: bool) -> WriteOutcome:
+        def place(same: Sequence[bool]) -> Sequence[WriteOutcome]:
+            outcomes = [self._place(*each) for each in zip(temporaries, finals, met, same, strict=True)]
+            self._sync([final for final, outcome in zip(finals, outcomes, strict=True) if outcome is not _PRESENT])
+            return outcomes
+
+        return self._journal.publish(list(zip(transactions, headers, strict=True)), place)
+
+    def _place(self, temporary: Path, final: Path, met: WriteOutcome, same: bool) -> WriteOutcome:
         """Under a journal, which lets in one process at a time: a file without a row is never adopted."""
-        final = self.path(chunk)
         if same and met is not WriteOutcome.REPLACED and final.is_file():
             return WriteOutcome.ALREADY_PRESENT
         try:
-            self._files.link(temporary, final)
+            self._link(temporary, final)
         except OSError as error:
             if error.errno not in NO_HARD_LINKS and not isinstance(error, FileExistsError):
                 raise
             self._files.replace(temporary, final)
-        self._sync(final)
         return met
 
-    def _link_or_replace(
-        self, temporary: Path, chunk: bytes, layout: SegmentLayout, outcome: WriteOutcome
-    ) -> WriteOutcome:
-        final = self.path(chunk)
+    def _link_or_replace(self, temporary: Path, final: Path, header: Header, outcome: WriteOutcome) -> WriteOutcome:
+        chunk = header.identity.digest
         for _ in range(_PUBLISH_ATTEMPTS):
             try:
-                self._files.link(temporary, final)
-                break
+                self._link(temporary, final)
             except FileExistsError:
-                outcome = self._occupant(chunk, layout)
+                outcome = self._occupant(chunk, header.layout, final)
                 if outcome is WriteOutcome.ALREADY_PRESENT:
                     return outcome
-                if final.is_file():
-                    self._files.replace(temporary, final)
-                    break
+                if not final.is_file():
+                    continue
+                self._files.replace(temporary, final)
             except OSError as error:
                 if error.errno not in NO_HARD_LINKS:
                     raise
                 self._files.replace(temporary, final)
-                break
-        else:
-            raise StoreError(Reason.STORE_IO, f"chunk {chunk.hex()} keeps changing in {self.root}", "try again")
-        self._sync(final)
-        return outcome
+            return outcome
+        raise StoreError(Reason.STORE_IO, f"chunk {chunk.hex()} keeps changing in {self.root}", "try again")
 
-    def _sync(self, final: Path) -> None:
+    def _link(self, temporary: Path, final: Path) -> None:
+        try:
+            self._files.link(temporary, final)
+        except FileNotFoundError:
+            self._known_folders.discard(final.parent)
+            self._files.makedirs(final.parent)
+            self._files.link(temporary, final)
+
+    def _sync(self, finals: Sequence[Path]) -> None:
+        """Directories whose names have changed, each once, and the one above them where any of them is new."""
+        folders = {final.parent for final in finals}
         if self.durable:
-            self._files.sync_directory(final.parent)
-            if final.parent not in self._known_folders:
-                self._files.sync_directory(final.parent.parent)
-        self._known_folders.add(final.parent)
+            for folder in folders:
+                self._files.sync_directory(folder)
+            for above in {folder.parent for folder in folders - self._known_folders}:
+                self._files.sync_directory(above)
+        self._known_folders |= folders
 
-    def _occupant(self, chunk: bytes, layout: SegmentLayout) -> WriteOutcome:
+    def _occupant(self, chunk: bytes, layout: SegmentLayout, path: Path) -> WriteOutcome:
         """What writing `chunk` would meet: nothing, a valid replica, or one to replace; damaged ones move aside."""
-        if not self.path(chunk).is_file() or not (self._journal is None or self._journal.published(chunk)):
+        if not path.is_file() or not (self._journal is None or self._journal.published(chunk)):
             return WriteOutcome.WRITTEN
         try:
             with self.open(chunk) as present:
@@ -354,8 +389,8 @@ class FileTier:
         return WriteOutcome.ALREADY_PRESENT if same else WriteOutcome.REPLACED
 
     def _trim(self, aside: Path) -> None:
-        newest_first = sorted(aside.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for path in newest_first[_DAMAGED_KEPT:]:
+        oldest_first = sorted(aside.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for path in oldest_first[:-_DAMAGED_KEPT]:
             self._files.unlink(path)
 
 
@@ -363,25 +398,3 @@ def chunk_path(root: Path, chunk: bytes) -> Path:
     """Where the file of `chunk` lies below `root`, whether it exists or not."""
     name = chunk.hex()
     return root.joinpath("chunks", name[:2], f"{name}.kv")
-
-
-def _as_bytes(
-    identity: ChunkIdentity, layout: SegmentLayout, segments: Sequence[Sequence[memoryview]]
-) -> list[list[memoryview]]:
-    if len(segments) != identity.context.abi.layers:
-        raise ConfigurationError(
-            Reason.INVALID_ARGUMENT, f"segments has {len(segments)} layers, abi.layers={identity.context.abi.layers}"
-        )
-    if layout.chunk_tokens != identity.context.chunk_tokens:
-        raise ConfigurationError(
-            Reason.INVALID_ARGUMENT,
-            f"layout.chunk_tokens={layout.chunk_tokens}, context.chunk_tokens={identity.context.chunk_tokens}",
-        )
-    wanted = payload_bytes(layout, len(identity.token_ids))
-    for layer, buffers in enumerate(segments):
-        found = sum(buffer.nbytes for buffer in buffers)
-        if found != wanted or not all(buffer.c_contiguous for buffer in buffers):
-            raise ConfigurationError(
-                Reason.INVALID_ARGUMENT, f"segments[{layer}] must be {wanted} contiguous bytes, found {found} bytes"
-            )
-    return [[buffer.cast("B") for buffer in buffers] for buffers in segments]

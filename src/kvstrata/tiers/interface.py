@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from kvstrata.contract.capability import TierCapability
 from kvstrata.contract.identity import ChunkIdentity
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvstrata.tiers.chunk_file import ReadReceipt
+    from kvstrata.tiers.chunk_writer import ChunkRows
     from kvstrata.tiers.files import WriteReceipt
 
-__all__ = ["ChunkReader", "ChunkTier"]
+__all__ = ["BatchTier", "ChunkReader", "ChunkTier"]
 
 
 class ChunkReader(Protocol):
@@ -92,4 +93,13 @@ class ChunkTier(Protocol):
 
     def revoke(self, chunk: bytes) -> bool:
         """Take a damaged chunk out of use; whether there was one."""
+        ...
+
+
+@runtime_checkable
+class BatchTier(ChunkTier, Protocol):
+    """A tier in which several chunks share the cost of a transaction."""
+
+    def write_all(self, chunks: Sequence[ChunkRows]) -> Sequence[WriteReceipt]:
+        """Store several chunks; after an error any of them may be there, whole. Errors: as `FileTier.write_all`."""
         ...

@@ -6,14 +6,14 @@ so that no two processes ever change it at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.tiers.chunk_format import Header
 
-__all__ = ["WriteJournal", "WriteOutcome"]
+__all__ = ["Intent", "WriteJournal", "WriteOutcome"]
 
 
 class WriteOutcome(StrEnum):
@@ -22,6 +22,14 @@ class WriteOutcome(StrEnum):
     WRITTEN = "written"
     ALREADY_PRESENT = "already_present"
     REPLACED = "replaced"
+
+
+class Intent(NamedTuple):
+    """A chunk that is to be written under the name `temporary`, and the bytes that its file will take."""
+
+    identity: ChunkIdentity
+    temporary: str
+    nbytes: int
 
 
 class WriteJournal(Protocol):
@@ -35,23 +43,27 @@ class WriteJournal(Protocol):
         """Names of all published chunks, in no particular order."""
         ...
 
-    def reserve(self, identity: ChunkIdentity, temporary: str, nbytes: int) -> int:
-        """Note the intent to write `nbytes` under the name `temporary`; returns the transaction.
+    def reserve(self, intents: Sequence[Intent]) -> Sequence[int]:
+        """Note what is to be written, all of it or nothing; returns a number for each, which ends it.
 
         Errors: `StoreError` with STORE_FULL when the cap would be passed, STORE_BUSY, STORE_READ_ONLY or STORE_IO.
         """
         ...
 
-    def publish(self, transaction: int, header: Header, place: Callable[[bool], WriteOutcome]) -> WriteOutcome:
-        """Let `place` give the file its final name and make the row, in one transaction that ends the intent.
+    def publish(
+        self,
+        written: Sequence[tuple[int, Header]],
+        place: Callable[[Sequence[bool]], Sequence[WriteOutcome]],
+    ) -> Sequence[WriteOutcome]:
+        """Let `place` give the files their final names and make the rows, in one transaction that ends the intents.
 
-        `place` is told whether the row already says that this chunk is published in this layout. Errors: as `reserve`,
+        `place` is told of each whether its row already says that it is published in this layout. Errors: as `reserve`,
         and whatever `place` raises; nothing is published then.
         """
         ...
 
-    def abort(self, transaction: int, identity: ChunkIdentity) -> None:
-        """Give the reserved bytes back. A file that was placed without a row goes. Never raises for a broken disk."""
+    def abort(self, intents: Sequence[tuple[int, ChunkIdentity]]) -> None:
+        """Give the reserved bytes back. Files that were placed without a row go. Never raises for a broken disk."""
         ...
 
     def remove(self, chunk: bytes, aside: Callable[[], bool]) -> bool:

@@ -22,6 +22,8 @@ from kvstrata.errors import ConfigurationError, Reason, StateError
 __all__ = ["HOST_MEMORY", "Backing", "Grant", "HostBacking", "MemoryArena"]
 
 _ALIGNMENT = 4096
+# An attribute of an enum's class costs as much as a call, and segments come by the thousand.
+_FREE, _RESERVED, _PUBLISHED = SlotState.FREE, SlotState.RESERVED, SlotState.PUBLISHED
 
 HOST_MEMORY = TierCapability(
     HOST,
@@ -106,7 +108,7 @@ class MemoryArena:
         self.generations: npt.NDArray[np.int64] = np.full(self.slots, generation, np.int64)
         self.epoch = 0
         self._generation = [generation] * self.slots
-        self._states = [SlotState.FREE] * self.slots
+        self._states = [_FREE] * self.slots
         self._owners: list[Hashable | None] = [None] * self.slots
         self._holders = [0] * self.slots
         self._free = list(range(self.slots - 1, -1, -1))
@@ -129,16 +131,20 @@ class MemoryArena:
             if not self._free:
                 return None
             slot = self._free.pop()
-            self._move(slot, SlotState.RESERVED)
+            self._states[slot] = SLOT.require(self._states[slot], _RESERVED)
             self._owners[slot] = owner
-            self.peak_slots = max(self.peak_slots, self.slots - len(self._free))
+            used = self.slots - len(self._free)
+            if used > self.peak_slots:
+                self.peak_slots = used
             return Grant(slot, self._advance(slot))
 
     def publish(self, grant: Grant, owner: Hashable) -> None:
         """Make a filled slot readable. Errors: `StateError` if the slot has another owner or generation by now."""
         with self._lock:
-            self._check(grant, owner)
-            self._move(grant.slot, SlotState.PUBLISHED)
+            slot = grant.slot
+            if self._generation[slot] != grant.generation or self._owners[slot] != owner:
+                self._check(grant, owner)
+            self._states[slot] = SLOT.require(self._states[slot], _PUBLISHED)
 
     def rename(self, grant: Grant, owner: Hashable, new_owner: Hashable) -> None:
         """Pass a slot on to the name its rows get when they are sealed. Errors: as `publish`."""
@@ -150,7 +156,7 @@ class MemoryArena:
         """Whether the reservation still stands and is `owner`'s."""
         with self._lock:
             slot = grant.slot
-            stands = self._generation[slot] == grant.generation and self._states[slot] is not SlotState.FREE
+            stands = self._generation[slot] == grant.generation and self._states[slot] is not _FREE
             return stands and self._owners[slot] == owner
 
     def owner(self, grant: Grant) -> Hashable | None:
@@ -187,7 +193,7 @@ class MemoryArena:
         """Give the slot up; it is free at once, or after its last holder has let go. Errors: `StateError` if stale."""
         with self._lock:
             slot = grant.slot
-            if self._generation[slot] != grant.generation or self._states[slot] is SlotState.FREE:
+            if self._generation[slot] != grant.generation or self._states[slot] is _FREE:
                 raise StateError(
                     Reason.NOT_COMMITTED, f"slot {slot} was released before, in generation {grant.generation}"
                 )
@@ -206,13 +212,13 @@ class MemoryArena:
         with self._lock:
             free, found = set(self._free), 0
             for slot, state in enumerate(self._states):
-                if state is SlotState.FREE and slot not in free:
+                if state is _FREE and slot not in free:
                     if self.wipe:
                         self._zero(slot)
                     self._owners[slot] = None
                     self._advance(slot)
                     self._free.append(slot)
-                elif state is not SlotState.FREE and Grant(slot, self._generation[slot]) not in known:
+                elif state is not _FREE and Grant(slot, self._generation[slot]) not in known:
                     if not self._holders[slot]:
                         self._free_slot(slot)
                     elif state is not SlotState.RETIRED:
@@ -242,7 +248,7 @@ class MemoryArena:
             raise StateError(
                 Reason.NOT_COMMITTED, f"slot {slot} is in generation {self._generation[slot]}, not {grant.generation}"
             )
-        if self._states[slot] is SlotState.FREE or self._owners[slot] != owner:
+        if self._states[slot] is _FREE or self._owners[slot] != owner:
             raise StateError(Reason.NOT_COMMITTED, f"slot {slot} does not belong to {owner!r}")
 
     def _move(self, slot: int, state: SlotState) -> None:
@@ -251,7 +257,7 @@ class MemoryArena:
     def _free_slot(self, slot: int) -> None:
         if self.wipe:
             self._zero(slot)
-        self._move(slot, SlotState.FREE)
+        self._move(slot, _FREE)
         self._owners[slot] = None
         # The generation moves on release as well, so that a table entry of the old owner never looks current.
         self._advance(slot)

@@ -66,6 +66,8 @@ def test_ctrl_c_inside_a_step(tiny_llama: Callable[..., Any], tmp_path: Path, la
         done = request.frontier
         assert not request.in_step
         assert request.token_ids == expected.sequences[0, :done].tolist()
+        for record in request.history.chunks:
+            memory.publisher.wait(record)  # what is still being written is no file of the store yet
         for chunk in chunk_files(tmp_path / "store"):
             with memory.store.tier.open(bytes.fromhex(chunk.stem)) as file:
                 file.verify_payload()

@@ -64,6 +64,7 @@ def test_tiers_in_memory() -> None:
 def test_files() -> None:
     rows = by_name(bench_files([SHAPE], 2, 0, quiet))
     goals = {"files.put.8KiB", "files.get.8KiB", "files.get_open.8KiB", "files.durable.put.8KiB"}
+    goals |= {"files.put_together.8KiB", "files.durable.put_together.8KiB"}
     assert {name for name, row in rows.items() if row.goal} == goals
     assert set(rows) - goals == {"files.put.8KiB.to_unread", "files.durable.put.8KiB.to_unread"}
 
@@ -92,7 +93,8 @@ def test_plain_files_are_checked(tmp_path: Path, durable: bool) -> None:
     rows = random_rows(SHAPE, 2, 0)
     assert [len(chunk) for chunk in rows] == [2, 2]
     assert rows[0] != rows[1]
-    files.put("a", rows[0])
+    files.put({"a": rows[0], "b": rows[1]})
+    files.remove("b")
     target = [memoryview(bytearray(SHAPE.layout.segment_bytes)) for _ in range(SHAPE.layers)]
     files.get("a", target)
     assert target == rows[0]

@@ -32,7 +32,7 @@ def test_a_check_that_is_gone_fails_the_topic(monkeypatch: pytest.MonkeyPatch) -
     retrieval: Any = import_module("kvstrata.store.retrieval.retrieval")
     kept = tuple(check for check in retrieval.LOOKUP if check.__name__ != "fallback")
     monkeypatch.setattr(retrieval, "LOOKUP", kept)
-    report = run_topics()
+    report = run_topics(["manifest"])
     assert not report.ok
     (topic,) = report.topics
     assert topic.refusals.failed == (

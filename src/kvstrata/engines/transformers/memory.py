@@ -25,11 +25,14 @@ from kvstrata.engines.transformers.wrapping import Wrapping
 from kvstrata.errors import BudgetError, ConfigurationError, Reason, StateError
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace
-from kvstrata.methods.policy import SelectionPolicy
 from kvstrata.placement.layer_ahead import LayerAhead
+from kvstrata.placement.live_shadow import LiveShadow
 from kvstrata.placement.on_demand import OnDemand
+from kvstrata.placement.policy import SelectionPolicy
+from kvstrata.ports import StepLoop
 from kvstrata.runtime.gating import Gating
 from kvstrata.runtime.ledger import LedgerBook
+from kvstrata.runtime.plain_loop import PlainLoop
 from kvstrata.store.cost_gate import CostGateConfig
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.history import History
@@ -86,6 +89,7 @@ class Memory:
         self._read_timeout_s = read_timeout_s
         self._parts = parts
         self.clock = parts.clock
+        self.loop: StepLoop = parts.loop or PlainLoop()
         self._owns_store = owns_store
         self._closed = False
         self._final: Ledger | None = None
@@ -165,15 +169,15 @@ class Memory:
         if self._owns_store:
             self.store.close()
 
-    def request(self, *, mode: str | None = None, **choice: Any) -> Request:
+    def request(self, *, mode: str | None = None, shadow: LiveShadow | None = None, **choice: Any) -> Request:
         """A new, empty request. Several may be open; they share the budget.
 
         mode: "exact", or "approximate" with what `attach` was told and `choice` changes of it: fields of
-        `SelectionPolicy`, e.g. `budget=Rows(256)`. Errors: as `attach`.
+        `SelectionPolicy`, e.g. `budget=Rows(256)`. shadow: holds sampled answers against dense ones.
         """
         promoter = self._attached()
         policy = make_policy(self.policy, mode, choice)
-        row = self.new_row(policy)
+        row = self.new_row(policy, shadow)
         plan = (LayerAhead if policy is None else OnDemand)(
             [row.history],
             self.layout,
@@ -190,10 +194,10 @@ class Memory:
         self._latest = request
         return request
 
-    def new_row(self, policy: SelectionPolicy | None = None) -> Row:
+    def new_row(self, policy: SelectionPolicy | None = None, shadow: LiveShadow | None = None) -> Row:
         """An empty sequence in this memory."""
         history = History(self.directory, self.context)
-        return Row(history, None if policy is None else self.selections.frame(policy, history))
+        return Row(history, None if policy is None else self.selections.frame(policy, history, shadow))
 
     def note_hidden(self, layer: int, hidden: Any) -> None:
         """The residual stream that enters `layer` of the model, for the request whose step it is."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvstrata.cost.credits import Credits
-from kvstrata.ports import Clock
+from kvstrata.ports import Clock, StepLoop
 from kvstrata.store.transfer_records import Acknowledgement, CopyEvent
 from kvstrata.tiers.device import TensorBacking, open_backing
 from kvstrata.tiers.memory import Backing, HostBacking
@@ -23,7 +23,8 @@ class MemoryParts:
 
     device_backing(slot_bytes, slots, device), host_backing(slot_bytes, slots): make the memory of the two arenas.
     credits: what may be on its way to the device at once; `None` for as much as it holds. deliver: how a reader's
-    acknowledgement reaches its queue, as in `TransferQueue`. clock: for receipts and deadlines.
+    acknowledgement reaches its queue, as in `TransferQueue`. clock: for receipts and deadlines. loop: asked when a
+    gate postpones a step; `None` for a plain wait.
     """
 
     device_backing: Callable[[int, int, torch.device], TensorBacking] = open_backing
@@ -31,3 +32,4 @@ class MemoryParts:
     credits: Credits | None = None
     deliver: Callable[[Callable[[CopyEvent], Acknowledgement], CopyEvent], object] | None = None
     clock: Clock = time.perf_counter
+    loop: StepLoop | None = None

@@ -10,11 +10,13 @@ import torch
 from kvstrata.contract.receipts import Recompute, StepReceipt
 from kvstrata.engines.transformers.cache import RequestCache
 from kvstrata.engines.transformers.inputs import Columns, OutputView, Span, skip_known, slices, take_source
+from kvstrata.engines.transformers.recovery import give_up_damaged, give_up_slow
 from kvstrata.engines.transformers.row import Row
 from kvstrata.engines.transformers.selections import attend_span, begin_choosing, reads_beyond
 from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
-from kvstrata.methods.policy import SelectionPolicy
+from kvstrata.placement.gated import PostponedError, RecomputeError
 from kvstrata.placement.layer_ahead import LayerAhead
+from kvstrata.placement.policy import SelectionPolicy
 from kvstrata.store.history import History
 
 if TYPE_CHECKING:
@@ -191,29 +193,10 @@ class Request:
 
         Errors: `error` itself where the tokens are not known, or when chunks keep being damaged.
         """
-        digest = bytes.fromhex(error.chunk)
-        found = [
-            (row, index)
-            for row in self.rows
-            for index, record in enumerate(row.history.chunks)
-            if record.digest == digest
-        ]
-        if not found or not all(row.history.named for row, _ in found) or self._recoveries == _RECOVERIES:
+        if self._recoveries == _RECOVERIES:
             raise error
         self._recoveries += 1
-        self.memory.revoke(found[0][0].history.chunks[found[0][1]])
-        lost = []
-        for row, index in found:
-            position = index * row.history.context.chunk_tokens
-            tokens = row.history.token_ids[position:]
-            # Noted before the rows are given up: whatever ends the recovery, the next step goes on with it.
-            row.owe(position, tokens + row.owed)
-            row.history.rewind(position)
-            self.recomputes.append(Recompute(position, len(tokens), error.reason, error.cause))
-            self.memory.log.recomputed(len(tokens), max(0, row.restored_tokens - position))
-            row.restored_tokens = min(row.restored_tokens, position)
-            lost.append((row, len(tokens)))
-        for row, count in lost:
+        for row, count in give_up_damaged(self, error):
             self._repay(inner, row, count)
 
     def replay(self, inner: Forward, tokens: Sequence[int]) -> None:
@@ -349,6 +332,15 @@ class Request:
                 self._abort()
                 self.recover(inner, error)
                 continue
+            except PostponedError as error:
+                self._abort(again=True)
+                self.memory.loop.postpone(error.retry_ms)
+                continue
+            except RecomputeError as error:
+                self._abort(again=True)
+                for row, count in give_up_slow(self, error.position):
+                    self._repay(inner, row, count)
+                continue
             except BaseException:
                 self._abort()
                 self.memory.reclaim()
@@ -373,11 +365,11 @@ class Request:
             Reason.NOT_COMMITTED, what, "restore the model's layers and config.num_hidden_layers, then call again"
         )
 
-    def _abort(self) -> None:
+    def _abort(self, *, again: bool = False) -> None:
         self._spans = None
         for row in self.rows:
             if row.frame is not None:
-                row.frame.abort_step()
+                row.frame.abort_step(again=again)
         self.plan.abort_step()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,13 @@ from kvstrata.engines.transformers.families.view import TransformersView
 from kvstrata.errors import ConfigurationError, Reason, UnsupportedError
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.methods.interface import Geometry, StepRows
-from kvstrata.methods.policy import SelectionPolicy
+from kvstrata.placement.gate import Gate, GateConfig
+from kvstrata.placement.gated import StepGate
 from kvstrata.placement.layer_ahead import LayerAhead
+from kvstrata.placement.live_shadow import LiveShadow
 from kvstrata.placement.on_demand import OnDemand
+from kvstrata.placement.policy import SelectionPolicy
+from kvstrata.placement.row_access import RowAccess
 from kvstrata.placement.selecting import Selecting
 from kvstrata.placement.support_attention import SupportAttention
 from kvstrata.store.history import History
@@ -46,12 +51,15 @@ class Selections:
         )
         self._attention = SupportAttention(memory.kernel, self.geometry, memory_tensor, stride)
         self._bases: dict[str, object] = {}
+        self._made: dict[str, Gate] = {}
         self._view: TransformersView | None = None
         self._hooks: list[Any] = []
 
     def require(self, policy: SelectionPolicy) -> SelectionPolicy:
         """`policy`, if this model can be served so. Errors: `UnsupportedError`, `ConfigurationError`."""
         policy.require(self.geometry)
+        if policy.calibration is not None:
+            policy.calibration.require(policy.method, self._memory.context)
         if self._memory.wrapping.compiler is not None:
             raise UnsupportedError(
                 Reason.OPERATION_UNSUPPORTED,
@@ -60,7 +68,7 @@ class Selections:
             )
         return policy
 
-    def frame(self, policy: SelectionPolicy, history: History) -> Selecting:
+    def frame(self, policy: SelectionPolicy, history: History, shadow: LiveShadow | None = None) -> Selecting:
         """A frame for one sequence under `policy`. The first one of a method makes its basis, which may take time."""
         method = self.require(policy).method
         if self._view is None:
@@ -69,10 +77,30 @@ class Selections:
             self._bases[method.digest] = method.prepare(self._view, self.geometry)
         if method.contract.needs_hidden and not self._hooks:
             self._watch()
-        basis = self._bases[method.digest]
-        return Selecting(
-            policy, self.geometry, self._attention, history, self._memory.clock, basis=basis, view=self._view
+        frame = Selecting(
+            policy,
+            self.geometry,
+            self._attention,
+            history,
+            self._memory.clock,
+            basis=self._bases[method.digest],
+            view=self._view,
+            gates=None if policy.gate is None else self._gates(policy, policy.gate),
         )
+        frame.shadow = shadow
+        return frame
+
+    def gate(self, policy: SelectionPolicy) -> Gate | None:
+        """The gate of all requests under `policy`, with its counts; `None` where there is none yet."""
+        return self._made.get(policy.digest)
+
+    def _gates(self, policy: SelectionPolicy, config: GateConfig) -> Callable[[RowAccess], StepGate]:
+        memory = self._memory
+        gate = self._made.get(policy.digest)
+        if gate is None:
+            gate = Gate(config, policy.calibration, memory.clock, policy.method.contract.answer)
+            self._made[policy.digest] = gate
+        return partial(StepGate, gate, memory.store.rates, memory.log.prefills)
 
     def close(self) -> None:
         """Leave the model as it was."""

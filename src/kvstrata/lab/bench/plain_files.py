@@ -7,7 +7,7 @@ temporary name, synced where that is asked for, read back where that is asked fo
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -29,27 +29,12 @@ class PlainFiles:
         self._read_back = read_back
         root.mkdir(parents=True, exist_ok=True)
 
-    def put(self, name: str, segments: Sequence[memoryview]) -> None:
-        """Write one file. Blocks."""
-        whole, checksums = blake3(), []
-        for segment in segments:
-            checksums.append(xxh3_128_digest(segment))
-            whole.update(segment)
-        block = (b"".join(checksums) + whole.digest()).ljust(_BLOCK, b"\0")
-        temporary = self._root / f"{name}.tmp"
-        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        try:
-            buffers = [memoryview(block), *segments]
-            if os.pwritev(fd, buffers, 0) != sum(each.nbytes for each in buffers):
-                raise OSError(f"{temporary} was not written whole")
-            if self._durable:
-                os.fdatasync(fd)
-        finally:
-            os.close(fd)
-        if self._read_back:
-            scratch = memoryview(bytearray(segments[0].nbytes))
-            self._read(temporary, [scratch] * len(segments))
-        temporary.rename(self._root / name)
+    def put(self, files: Mapping[str, Sequence[memoryview]]) -> None:
+        """Write files, and sync the directory once for all of them. Blocks."""
+        for name, segments in files.items():
+            self._write(name, segments)
+        for name in files:
+            self._temporary(name).rename(self._root / name)
         if self._durable:
             folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -64,6 +49,29 @@ class PlainFiles:
     def remove(self, name: str) -> None:
         """Unlink one file."""
         (self._root / name).unlink()
+
+    def _write(self, name: str, segments: Sequence[memoryview]) -> None:
+        whole, checksums = blake3(), []
+        for segment in segments:
+            checksums.append(xxh3_128_digest(segment))
+            whole.update(segment)
+        block = (b"".join(checksums) + whole.digest()).ljust(_BLOCK, b"\0")
+        temporary = self._temporary(name)
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            buffers = [memoryview(block), *segments]
+            if os.pwritev(fd, buffers, 0) != sum(each.nbytes for each in buffers):
+                raise OSError(f"{temporary} was not written whole")
+            if self._durable:
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        if self._read_back:
+            scratch = memoryview(bytearray(segments[0].nbytes))
+            self._read(temporary, [scratch] * len(segments))
+
+    def _temporary(self, name: str) -> Path:
+        return self._root / f"{name}.tmp"
 
     def _read(self, path: Path, buffers: Sequence[memoryview]) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -13,7 +13,10 @@ from kvstrata.lab.conform.result import ConformReport, Figure, Refusals, TopicRe
 
 __all__ = ["TOPICS", "ConformReport", "Figure", "Refusals", "TopicReport", "run_topics"]
 
-TOPICS = {"manifest": "kvstrata.lab.conform.manifest:conform_manifest"}
+TOPICS = {
+    "manifest": "kvstrata.lab.conform.manifest:conform_manifest",
+    "error-cost-fallback": "kvstrata.lab.conform.error_cost_fallback:conform_error_cost_fallback",
+}
 """Name of each topic and where it lives."""
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from kvstrata.contract.budget import EstimatedMass, Persistent, Rows, SelectionBudget, Threshold
 from kvstrata.contract.encoding import digest
 from kvstrata.contract.method import ComputeSite, Mode
 from kvstrata.errors import ConfigurationError, Reason
+from kvstrata.methods.calibration import Calibration
 from kvstrata.methods.interface import Geometry, Method
+from kvstrata.placement.gate import GateConfig
 
 __all__ = ["SelectionPolicy"]
 
@@ -21,7 +24,6 @@ class SelectionPolicy:
     method, budget: which rows, and how many for each K/V head, persistent ones included. persistent: rows that always
     enter. min_history: visible rows, in tokens, below which every step attends to everything. dense_layers: layers that
     always do; `None` for the method's own. layer_budgets: (layer, budget) where a layer has another one. site: where
-    chosen rows are reduced; `None` for the method's own. seed: of the method's randomness. name: for receipts.
 
     Errors: `ConfigurationError` for a budget that does not cover the persistent rows.
     """
@@ -34,6 +36,8 @@ class SelectionPolicy:
     layer_budgets: tuple[tuple[int, SelectionBudget], ...] = ()
     site: ComputeSite | None = None
     seed: int = 0
+    gate: GateConfig | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method):
@@ -44,6 +48,13 @@ class SelectionPolicy:
             )
         for budget in (self.budget, *(budget for _, budget in self.layer_budgets)):
             self._require_room(budget)
+            self.method.require_budget(budget)
+        if self.calibration is not None and self.gate is None:
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT,
+                "a calibration is given and no gate that would use it",
+                "pass gate=GateConfig()",
+            )
         if self.min_history < 1:
             raise ConfigurationError(Reason.INVALID_ARGUMENT, f"min_history={self.min_history} must be at least 1")
 
@@ -52,7 +63,7 @@ class SelectionPolicy:
         """APPROXIMATE: a policy that chooses rows is never exact."""
         return Mode.APPROXIMATE
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hexadecimal digest over method, version, configuration and all settings here."""
         return digest("selection-policy/1", (self.method.digest, self)).hex()

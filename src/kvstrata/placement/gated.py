@@ -1,0 +1,106 @@
+"""The gate's decision on one layer's selection, as the frame carries it out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kvstrata.contract.selection_receipts import LayerOutcome
+from kvstrata.cost.prepublication import Outcome, Phase
+from kvstrata.errors import Reason, RetrievalError
+from kvstrata.placement.gate import Gate, exact_fetch_ms, exact_recompute_ms
+from kvstrata.placement.method_context import FrameContext
+from kvstrata.placement.row_access import RowAccess
+from kvstrata.placement.selection_log import greatest_estimate
+from kvstrata.ports import RecomputeCost
+from kvstrata.store.service_ledger import ServiceLedger
+
+__all__ = ["PostponedError", "RecomputeError", "StepGate"]
+
+
+class PostponedError(Exception):
+    """A step is to be tried again; nothing of it was published. retry_ms: within which."""
+
+    def __init__(self, retry_ms: float) -> None:
+        super().__init__(f"postponed for {retry_ms:g} ms")
+        self.retry_ms = retry_ms
+
+
+class RecomputeError(Exception):
+    """The rows of a sequence from `position` on are to be computed again; nothing of the step was published."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"rows from {position} on are to be computed again")
+        self.position = position
+
+
+class StepGate:
+    """Asks a gate about every selection of one sequence. rates, recompute: what exact answers would take.
+
+    A step has one deadline, however often it is tried, and computes rows again at most once.
+    """
+
+    def __init__(self, gate: Gate, rates: ServiceLedger, recompute: RecomputeCost, access: RowAccess) -> None:
+        self.gate = gate
+        self._rates = rates
+        self._recompute = recompute
+        self._access = access
+        self._attempt = 0
+        self._recomputed = False
+        self._deadline: float | None = None
+
+    def begin_step(self) -> None:
+        """A step begins, or is tried again."""
+        if self._deadline is None:
+            self._deadline = self.gate.deadline()
+
+    def end_step(self) -> None:
+        """The step was published, or given up."""
+        self._attempt, self._recomputed, self._deadline = 0, False, None
+
+    def decide(self, layer: int, selection: Any, context: FrameContext, phase: Phase) -> LayerOutcome | None:
+        """What becomes of the selection; `None` to select again under a wider budget.
+
+        Errors: `PostponedError`, `RecomputeError`; `RetrievalError` with NO_LEGAL_PATH when nothing may be published.
+        """
+        gate, access = self.gate, self._access
+        least = gate.config.least_observations
+        reads = access.missing_bytes(layer)
+        fetch = exact_fetch_ms(self._rates.rates, reads, max(1, len(access.missing(layer))), least)
+        tokens = access.history.frontier
+        again = math.inf if self._recomputed or not reads else exact_recompute_ms(self._recompute, tokens, least)
+        assert self._deadline is not None
+        estimate = gate.estimate(greatest_estimate(selection), context.given_budget, layer)
+        decision = gate.decide(
+            estimate,
+            phase,
+            fetch,
+            again,
+            self._deadline,
+            can_widen=context.limit < context.visible,
+            attempt=self._attempt,
+        )
+        outcome = decision.outcome
+        if outcome is Outcome.WIDEN:
+            return None
+        if outcome is Outcome.RECOMPUTE_EXACT:
+            self._recomputed = True
+            chunk = min(min(access.missing(each), default=10**9) for each in access.chosen)
+            raise RecomputeError(chunk * access.chunk_tokens)
+        if outcome is Outcome.POSTPONE:
+            self._attempt += 1
+            raise PostponedError(gate.config.retry_window_ms)
+        if outcome is Outcome.REFUSE:
+            raise RetrievalError(
+                Reason.NO_LEGAL_PATH,
+                f"layer {layer}: the estimate of {estimate.omitted:.3g} omitted mass at confidence "
+                f"{estimate.confidence:.3g} is past the limits, and no exact path takes less than what is left of the "
+                f"deadline (read {fetch:.3g} ms, compute again {again:.3g} ms)",
+                "pass a longer step_ms, a larger budget, retries, or approximation_allowed=True",
+                field="gate",
+            )
+        if outcome is Outcome.FULL_EXACT_FETCH:
+            return LayerOutcome.GATE
+        if outcome is Outcome.DECLARED_DEGRADATION:
+            return LayerOutcome.DEGRADED
+        return LayerOutcome.WIDENED if phase is Phase.POST_WIDEN else LayerOutcome.SELECTED

@@ -1,0 +1,101 @@
+"""Sampled steps of a live request, held against dense attention: what a selection costs, and what calibrates a gate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from kvstrata.contract.selection_receipts import ShadowSample
+from kvstrata.methods.calibrating import CalibrationSample
+from kvstrata.methods.calibration import budget_key
+from kvstrata.methods.interface import StepRows, require_at_least
+from kvstrata.methods.selection import Selection
+from kvstrata.placement.expansion import Support
+from kvstrata.placement.policy import SelectionPolicy
+from kvstrata.placement.selection_log import greatest_estimate
+from kvstrata.placement.shadow import DenseReference
+from kvstrata.placement.shadow_fixture import retrieval_fixture
+from kvstrata.placement.shadow_ledgers import measure_ledgers
+from kvstrata.placement.support_attention import ChosenRows
+
+__all__ = ["LiveShadow"]
+
+
+class LiveShadow:
+    """Every `every`-th position, in `layers` (all of them unless given), dense attention runs beside a selection.
+
+    It reads every legal row of such a layer, so sampled steps cost what exact ones cost, and more. The answer stays the
+    method's. dump: a folder for the samples as files, from which measures can be computed again.
+
+    Attributes:
+        samples: for `calibrate`. results: (position, layer, measures), in order.
+    """
+
+    def __init__(self, every: int = 16, layers: Sequence[int] | None = None, dump: Path | None = None) -> None:
+        require_at_least("LiveShadow.every", every, 1)
+        self.every = every
+        self.layers = None if layers is None else frozenset(layers)
+        self.dump = dump
+        self.samples: list[CalibrationSample] = []
+        self.results: list[tuple[int, int, ShadowSample]] = []
+
+    def wants(self, layer: int, position: int) -> bool:
+        """Whether this layer of the step at `position` is sampled."""
+        return position % self.every == 0 and (self.layers is None or layer in self.layers)
+
+    def compare(
+        self,
+        policy: SelectionPolicy,
+        scale: float,
+        layer: int,
+        rows: StepRows,
+        dense: tuple[Tensor, Tensor],
+        sinks: Tensor | None,
+        selection: Selection,
+        support: Support,
+        output: Tensor,
+        parts: Sequence[ChosenRows],
+    ) -> ShadowSample:
+        """Measure one layer. dense: all K, V [kv_heads, visible, head_dim]. output: [rows, query_heads, head_dim].
+
+        parts: the rows that entered beside the persistent ones, as they were gathered.
+        """
+        reference = DenseReference.of(rows.queries, *dense, scale, sinks)
+        answer = output.transpose(0, 1)
+        recent = policy.persistent.recent if rows.queries.shape[1] > 1 else None
+        measures = reference.measure(support, answer, recent)
+        means = measures.means()
+        sample = ShadowSample(
+            means["recall"],
+            means["omitted"],
+            float(measures.omitted.max()),
+            means["error"],
+            means["relative_error"],
+            means["dense_norm"],
+            means["bound"],
+            measure_ledgers(
+                reference, dense, selection, support, parts, measures, answer, policy.method.contract.answer
+            ),
+        )
+        estimate = greatest_estimate(selection)
+        budget = budget_key(policy.budget_of(layer))
+        self.samples.append(CalibrationSample(estimate, min(1.0, max(0.0, sample.most_omitted)), budget, layer))
+        self.results.append((rows.start, layer, sample))
+        if self.dump is not None:
+            fixture = retrieval_fixture(
+                reference,
+                support,
+                answer,
+                measures,
+                method=policy.method.contract.name,
+                layer=layer,
+                position=rows.start,
+                candidates=selection.candidates,
+            )
+            self.dump.mkdir(parents=True, exist_ok=True)
+            path = self.dump / f"{policy.method.contract.name}-layer{layer}-position{rows.start}.json"
+            path.write_text(json.dumps(fixture))
+        return sample

@@ -1,0 +1,77 @@
+"""The four error ledgers of sampled steps, in live models: each is measured, and none stands for another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import CHUNK, attach
+from tiny_models import tiny_model
+
+from kvstrata.contract.budget import Fraction, Persistent
+from kvstrata.contract.error_ledgers import ErrorLedgers
+from kvstrata.contract.method import AnswerClass
+from kvstrata.methods.exact_top_k import ExactTopK
+from kvstrata.methods.infllm import InfLLM
+from kvstrata.methods.magicpig import MagicPIG
+from kvstrata.methods.quest import Quest
+from kvstrata.placement.live_shadow import LiveShadow
+
+KEEP = Persistent(sinks=2, recent=9)
+
+
+def sampled(method: Any, path: Path, share: float = 0.5, family: str = "llama") -> list[ErrorLedgers]:
+    model = tiny_model(family)
+    ids = torch.randint(1, 190, (1, 3 * CHUNK), generator=torch.Generator().manual_seed(1))
+    shadow = LiveShadow(every=1)
+    options = {"budget": Fraction(share), "persistent": KEEP, "min_history": 8, "dense_layers": ()}
+    with attach(model, path, method=method, mode="approximate", **options) as memory, torch.no_grad():
+        request = memory.request(shadow=shadow)
+        model(ids[:, :-4], **request.generate_kwargs())
+        for place in range(-4, 0):
+            model(ids[:, place : ids.shape[1] + place + 1], **request.generate_kwargs())
+        layers = [layer for layer in request.last_step.selections[0].layers if layer.shadow is not None]
+    assert layers
+    assert len(shadow.results) == len(shadow.samples)
+    return [layer.shadow.ledgers for layer in layers]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt_oss"])
+def test_page_bounds_overrate_their_rows_and_nothing_else_is_wrong(family: str, tmp_path: Path) -> None:
+    for ledgers in sampled(Quest(page_size=4), tmp_path, family=family):
+        assert ledgers.representation is not None
+        assert ledgers.representation.violations == 0
+        assert ledgers.representation.mean_absolute > 0
+        assert ledgers.payload is not None
+        assert ledgers.payload.lossless
+        assert ledgers.payload.rows > 0
+        assert ledgers.reduction is not None
+        assert ledgers.reduction.within
+        assert ledgers.support is not None
+        assert 0 < ledgers.support.omitted_mass < 1
+        assert ledgers.support.error > ledgers.reduction.greatest
+
+
+def test_exact_scores_have_no_representation_error(tmp_path: Path) -> None:
+    for ledgers in sampled(ExactTopK(), tmp_path):
+        assert ledgers.representation is not None
+        assert ledgers.representation.greatest < 1e-4
+        assert ledgers.representation.violations is None
+
+
+def test_an_estimator_reduces_with_its_own_weights(tmp_path: Path) -> None:
+    for ledgers in sampled(MagicPIG(bits=2, tables=12), tmp_path, share=0.9):
+        assert ledgers.representation is None
+        assert ledgers.reduction is not None
+        assert ledgers.reduction.answer is AnswerClass.ESTIMATOR
+        assert ledgers.reduction.within
+
+
+def test_turned_keys_are_another_payload(tmp_path: Path) -> None:
+    for ledgers in sampled(InfLLM(block_size=8, representatives=2), tmp_path, share=0.8):
+        assert ledgers.payload is not None
+        assert ledgers.payload.key_greatest > 0
+        assert ledgers.payload.value_greatest == 0
+        assert ledgers.reduction is None
