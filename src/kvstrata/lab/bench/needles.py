@@ -89,7 +89,13 @@ def _one_case(
     progress: Callable[[str], None],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, attach(loaded, folder) as memory:
-        haystack = Haystack(memory, loaded.tokenizer, task, "needle")
+        haystack = Haystack(
+            memory,
+            loaded.tokenizer,
+            task,
+            "needle",
+            progress=lambda done, total: progress(f"  read {done} of {total} tokens"),
+        )
         for each in (None, *contestants):
             key = (_DENSE, 0) if each is None else (each.name, each.rows)
             found = haystack.score(each)
