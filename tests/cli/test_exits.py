@@ -67,6 +67,8 @@ def test_exit_codes(kind: type[KvstrataError], code: ExitCode) -> None:
         ["bench", "decode", "--tokens", "0"],
         ["bench", "store", "--dtype", "float32"],
         ["bench", "decode", "--quick"],
+        ["bench", "methods", "--rounds", "3"],
+        ["bench", "needles", "--rounds", "3"],
         ["store", "rm"],
         ["store", "ls", "--no-such-option"],
         ["no-such-command"],

@@ -91,7 +91,9 @@ def _diverge(
     found = []
     with tempfile.TemporaryDirectory() as folder, attach(loaded, folder) as memory:
         progress(f"live: reading {recording.history} tokens, then {steps} exact steps")
-        text = LiveText(memory, token_ids, steps)
+        text = LiveText(
+            memory, token_ids, steps, progress=lambda done, total: progress(f"live: read {done} of {total} tokens")
+        )
         for each in contenders(names, sizes, recording):
             progress(f"live: {each.name} at {each.rows} rows, {steps} steps")
             found.append((each.name, each.rows, text.diverge(each.method, each.budget)))

@@ -17,7 +17,7 @@ __all__ = ["GOAL_ROWS", "cost_table", "divergence_table", "goal_rows", "support_
 
 GOAL_ROWS = 256
 _QUEST, _MOST_RATIO = "quest.16", 3.1
-_BETTER_THAN_FLOOR = ("magicpig", "infinigen", "infllm")
+_BETTER_THAN_FLOOR = ("magicpig", "infinigen", "infllm", "infllm.in_place")
 
 
 def goal_rows(measured: Sequence[Measured]) -> Iterator[BenchRow]:
