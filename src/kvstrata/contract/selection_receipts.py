@@ -17,9 +17,10 @@ class LayerOutcome(StrEnum):
 
     SELECTED: as the method chose. WIDENED: with the wider budget that was tried once. DEGRADED: the estimate passed the
     gate's limit and no exact path met the deadline; the caller allows that. The others read every legal row: DENSE by
-    policy, PREFILL because the step has several rows, SHORT because the history is, COVERED because the budget covers
-    it, BUILDING while the index was made, CAP because the cap's fallback says so, GATE because the gate asked for it,
-    MISSING without the evidence that the method needs.
+    policy, PREFILL because the step has several rows or computes rows again, SHORT because the history is or the budget
+    allows less of it than the persistent rows, COVERED because the budget covers it, BUILDING while the index was made,
+    CAP because the cap's fallback says so, GATE because the gate asked for it, MISSING without the evidence that the
+    method needs.
     """
 
     SELECTED = "selected"

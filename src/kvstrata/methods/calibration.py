@@ -138,12 +138,19 @@ class Calibration:
     def estimate(self, raw: float | None, budget: str, layer: int) -> MassEstimate:
         """The bound for one selection; `MassEstimate.none` for a budget or layer that was not sampled, or a raw
         estimate that is NaN. budget: see `budget_key`."""
-        curves = {(curve.budget, curve.layer): curve for curve in self.curves}
-        curve = curves.get((budget, layer)) or curves.get((budget, None))
+        curve = self._curve_of(budget, layer)
         value = NO_OPINION if raw is None else raw
         if curve is None or math.isnan(value):
             return MassEstimate.none(raw)
         return MassEstimate(curve.bound(value), self.confidence, EstimateSource.CALIBRATION, raw)
+
+    def covers(self, budget: str, layer: int) -> bool:
+        """Whether that budget was sampled in that layer, or in all of them together."""
+        return self._curve_of(budget, layer) is not None
+
+    def _curve_of(self, budget: str, layer: int) -> CalibrationCurve | None:
+        curves = {curve.layer: curve for curve in self.curves if curve.budget == budget}
+        return curves.get(layer) or curves.get(None)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with a digest over them."""

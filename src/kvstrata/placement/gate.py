@@ -85,6 +85,15 @@ class Gate:
             return MassEstimate.none(raw)
         return self.calibration.estimate(raw, budget_key(budget), layer)
 
+    def can_widen(self, budget: SelectionBudget, layer: int) -> bool:
+        """Whether `budget` may be widened, and the estimate under the wider one would be known.
+
+        A wider search of which nothing is known could not be accepted: it is not made.
+        """
+        if self.config.widen_factor <= 1 or self.calibration is None:
+            return False
+        return self.calibration.covers(budget_key(widened(budget, self.config.widen_factor)), layer)
+
     def decide(
         self,
         estimate: MassEstimate,
@@ -139,12 +148,14 @@ def exact_fetch_ms(
     return sum(rate.seconds(nbytes, transfers) for rate, nbytes in measured if rate is not None) * 1000
 
 
-def exact_recompute_ms(cost: RecomputeCost | None, tokens: int, least_observations: int = 3) -> float:
-    """Milliseconds that compute rows [0, tokens) again; infinite without an engine that does, or before it was timed
-    often enough."""
+def exact_recompute_ms(
+    cost: RecomputeCost | None, tokens: int, least_observations: int = 3, *, start: int = 0
+) -> float:
+    """Milliseconds that compute rows [start, tokens) again; infinite without an engine that does, or before it was
+    timed often enough."""
     if cost is None or cost.observations < least_observations:
         return math.inf
-    return cost.seconds(0, tokens) * 1000
+    return cost.seconds(start, tokens) * 1000
 
 
 def widened(budget: SelectionBudget, factor: float) -> SelectionBudget:

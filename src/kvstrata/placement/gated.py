@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvstrata.contract.selection_receipts import LayerOutcome
@@ -13,6 +15,7 @@ from kvstrata.placement.method_context import FrameContext
 from kvstrata.placement.row_access import RowAccess
 from kvstrata.placement.selection_log import greatest_estimate
 from kvstrata.ports import RecomputeCost
+from kvstrata.store.history import History
 from kvstrata.store.service_ledger import ServiceLedger
 
 __all__ = ["PostponedError", "RecomputeError", "StepGate"]
@@ -27,10 +30,11 @@ class PostponedError(Exception):
 
 
 class RecomputeError(Exception):
-    """The rows of a sequence from `position` on are to be computed again; nothing of the step was published."""
+    """The rows of `history` from `position` on are to be computed again; nothing of the step was published."""
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, history: History, position: int) -> None:
         super().__init__(f"rows from {position} on are to be computed again")
+        self.history = history
         self.position = position
 
 
@@ -58,6 +62,16 @@ class StepGate:
         """The step was published, or given up."""
         self._attempt, self._recomputed, self._deadline = 0, False, None
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Steps in the block are others; after it the step goes on that was begun before, under its deadline."""
+        kept = self._attempt, self._recomputed, self._deadline
+        self.end_step()
+        try:
+            yield
+        finally:
+            self._attempt, self._recomputed, self._deadline = kept
+
     def decide(self, layer: int, selection: Any, context: FrameContext, phase: Phase) -> LayerOutcome | None:
         """What becomes of the selection; `None` to select again under a wider budget.
 
@@ -67,17 +81,21 @@ class StepGate:
         least = gate.config.least_observations
         reads = access.missing_bytes(layer)
         fetch = exact_fetch_ms(self._rates.rates, reads, max(1, len(access.missing(layer))), least)
-        tokens = access.history.frontier
-        again = math.inf if self._recomputed or not reads else exact_recompute_ms(self._recompute, tokens, least)
+        again, position = math.inf, 0
+        # Without the tokens nothing can be computed again, and once is enough.
+        if reads and access.history.named and not self._recomputed:
+            position = access.first_missing * access.chunk_tokens
+            again = exact_recompute_ms(self._recompute, access.history.frontier, least, start=position)
         assert self._deadline is not None
-        estimate = gate.estimate(greatest_estimate(selection), context.given_budget, layer)
+        estimate = gate.estimate(greatest_estimate(selection), context.budget, layer)
+        wider = phase is Phase.INITIAL and context.limit < context.visible and gate.can_widen(context.budget, layer)
         decision = gate.decide(
             estimate,
             phase,
             fetch,
             again,
             self._deadline,
-            can_widen=context.limit < context.visible,
+            can_widen=wider,
             attempt=self._attempt,
         )
         outcome = decision.outcome
@@ -85,8 +103,7 @@ class StepGate:
             return None
         if outcome is Outcome.RECOMPUTE_EXACT:
             self._recomputed = True
-            chunk = min(min(access.missing(each), default=10**9) for each in access.chosen)
-            raise RecomputeError(chunk * access.chunk_tokens)
+            raise RecomputeError(access.history, position)
         if outcome is Outcome.POSTPONE:
             self._attempt += 1
             raise PostponedError(gate.config.retry_window_ms)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from kvstrata.contract.method import MethodContract
 from kvstrata.contract.selection_receipts import ShadowSample
 from kvstrata.methods.calibrating import CalibrationSample
 from kvstrata.methods.calibration import budget_key
 from kvstrata.methods.interface import StepRows, require_at_least
 from kvstrata.methods.selection import Selection
 from kvstrata.placement.expansion import Support
-from kvstrata.placement.policy import SelectionPolicy
+from kvstrata.placement.method_context import FrameContext
 from kvstrata.placement.selection_log import greatest_estimate
 from kvstrata.placement.shadow import DenseReference
-from kvstrata.placement.shadow_fixture import retrieval_fixture
+from kvstrata.placement.shadow_fixture import retrieval_fixture, write_fixture
 from kvstrata.placement.shadow_ledgers import measure_ledgers
 from kvstrata.placement.support_attention import ChosenRows
 
@@ -28,7 +28,8 @@ class LiveShadow:
     """Every `every`-th position, in `layers` (all of them unless given), dense attention runs beside a selection.
 
     It reads every legal row of such a layer, so sampled steps cost what exact ones cost, and more. The answer stays the
-    method's. dump: a folder for the samples as files, from which measures can be computed again.
+    method's. One shadow may watch several sequences. dump: a folder for the samples of steps of one row as files, from
+    which `read_fixture` computes the measures again; their names begin with the sample's number.
 
     Attributes:
         samples: for `calibrate`. results: (position, layer, measures), in order.
@@ -48,7 +49,8 @@ class LiveShadow:
 
     def compare(
         self,
-        policy: SelectionPolicy,
+        method: MethodContract,
+        context: FrameContext,
         scale: float,
         layer: int,
         rows: StepRows,
@@ -59,13 +61,13 @@ class LiveShadow:
         output: Tensor,
         parts: Sequence[ChosenRows],
     ) -> ShadowSample:
-        """Measure one layer. dense: all K, V [kv_heads, visible, head_dim]. output: [rows, query_heads, head_dim].
-
-        parts: the rows that entered beside the persistent ones, as they were gathered.
-        """
+        """Measure one layer. context: of the selection, with the budget that it was made under, widened or not. dense:
+        all K, V [kv_heads, visible, head_dim]. output: [rows, query_heads, head_dim]. parts: the rows that entered
+        beside the persistent ones, as they were gathered."""
         reference = DenseReference.of(rows.queries, *dense, scale, sinks)
         answer = output.transpose(0, 1)
-        recent = policy.persistent.recent if rows.queries.shape[1] > 1 else None
+        moved = selection.repositioned is not None and rows.queries.shape[1] > 1
+        recent = context.persistent.recent if moved else None
         measures = reference.measure(support, answer, recent)
         means = measures.means()
         sample = ShadowSample(
@@ -76,26 +78,24 @@ class LiveShadow:
             means["relative_error"],
             means["dense_norm"],
             means["bound"],
-            measure_ledgers(
-                reference, dense, selection, support, parts, measures, answer, policy.method.contract.answer
-            ),
+            measure_ledgers(reference, dense, selection, support, parts, measures, answer, method.answer),
         )
         estimate = greatest_estimate(selection)
-        budget = budget_key(policy.budget_of(layer))
+        budget = budget_key(context.budget)
         self.samples.append(CalibrationSample(estimate, min(1.0, max(0.0, sample.most_omitted)), budget, layer))
         self.results.append((rows.start, layer, sample))
-        if self.dump is not None:
+        if self.dump is not None and rows.queries.shape[1] == 1:
             fixture = retrieval_fixture(
                 reference,
                 support,
                 answer,
                 measures,
-                method=policy.method.contract.name,
+                method=method.name,
                 layer=layer,
                 position=rows.start,
                 candidates=selection.candidates,
             )
             self.dump.mkdir(parents=True, exist_ok=True)
-            path = self.dump / f"{policy.method.contract.name}-layer{layer}-position{rows.start}.json"
-            path.write_text(json.dumps(fixture))
+            name = f"{len(self.results):06d}-{method.name}-layer{layer}-position{rows.start}.json"
+            write_fixture(self.dump / name, fixture)
         return sample

@@ -33,8 +33,7 @@ class ReadsRows(Protocol):
 class FrameContext:
     """`MethodContext` of a live step. The frame sets the step and the layer before it calls a method.
 
-    first, visible: rows that the step's first and last row see. given_budget: the policy's, before any search was
-    widened.
+    first, visible: rows that the step's first and last row see.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class FrameContext:
         self.persistent: Persistent = policy.persistent
         self.visible = 0
         self.first = 0
-        self.given_budget: SelectionBudget = policy.budget
         self._policy = policy
         self._source = source
         self._hidden: dict[int, Tensor] = {}
@@ -59,7 +57,7 @@ class FrameContext:
 
     def enter(self, layer: int) -> None:
         """Everything that follows is about `layer`."""
-        self.budget = self.given_budget = self._policy.budget_of(layer)
+        self.budget = self._policy.budget_of(layer)
         given = self._policy.persistent
         self.persistent = self._policy.method.persistent(given, self.budget.limit(self.visible))
 

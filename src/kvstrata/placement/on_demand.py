@@ -52,11 +52,17 @@ class OnDemand(LayerAhead):
             return super().before_layer(layer)
         return [tables.layers[layer] for tables in self.tables]
 
-    def fetch(self, layer: int, place: int, chunks: Sequence[int]) -> None:
+    def fetch(self, layer: int, place: int, chunks: Sequence[int]) -> bool:
         """Begin to bring in chunks of the history at `place`, by their numbers. Does not block for reads.
 
-        Errors: `StateError` when there are no slots for them, `StoreError` when the queue does not take them.
+        `False`, and nothing begun, when slots or queue have no room for them: `arrive` reads them then.
         """
+        try:
+            return self._begin(layer, place, chunks, make_room=False)
+        except StoreError:
+            return False
+
+    def _begin(self, layer: int, place: int, chunks: Sequence[int], *, make_room: bool) -> bool:
         history = self.histories[place]
         asked = self._asked.setdefault(layer, set())
         needed = [
@@ -65,26 +71,29 @@ class OnDemand(LayerAhead):
             if record.grants[layer] is None and record.digest not in asked
         ]
         if not needed or layer in self._staged:
-            return
+            return True
         if self._promoter is None:
             raise StateError(Reason.NOT_COMMITTED, "segments are in files and no file tier is open")
         promotions = self._promoter.reserve(needed)
         while promotions is None:
-            if not self._staged:
+            if not make_room:
+                return False
+            if not self._give_up_ahead(layer):
                 raise StateError(Reason.NOT_COMMITTED, f"no slots are free for the chosen segments of layer {layer}")
-            self._give_up_ahead()
             promotions = self._promoter.reserve(needed)
         self._demanded.setdefault(layer, []).append(self._promoter.start(promotions))
         asked.update(record.digest for record, _ in needed)
         underway = sum(len(batch.items) for batch in self.batches)
         self.staged_peak = max(self.staged_peak, underway)
+        return True
 
     def arrive(self, layer: int, place: int, chunks: Sequence[int]) -> Fetched:
         """Bring in what is missing of `chunks`, wait for it, and check every slot. Blocks.
 
-        Errors: as `LayerAhead.before_layer`; the step must be aborted then.
+        Reads for later layers are given up where their slots are needed. Errors: as `LayerAhead.before_layer`, and
+        `StoreError` when the queue does not take the reads; the step must be aborted then.
         """
-        self.fetch(layer, place, chunks)
+        self._begin(layer, place, chunks, make_room=True)
         start, nbytes, host = self._clock(), 0, 0
         waiting = self._demanded.get(layer, [])
         while waiting:
@@ -132,11 +141,26 @@ class OnDemand(LayerAhead):
             return True
         return super()._stage_layer(layer)
 
-    def _give_up_ahead(self) -> None:
-        """Let go of the reads for the layer that is furthest away: they are repeated when it comes."""
-        layer = list(self._staged)[-1]
-        batch = self._staged.pop(layer)
-        with contextlib.suppress(StoreError):
-            batch.abandon()
-        self._stageable.add(layer)
-        self._next_layer = layer
+    def _give_up_ahead(self, layer: int) -> bool:
+        """Let go of reads for a layer after `layer`: they are repeated when it comes. `False` when there are none.
+
+        Of those that a plan staged, the ones for the layer that is furthest away; after them, what was asked for.
+        """
+        if self._staged:
+            furthest = list(self._staged)[-1]
+            batch = self._staged.pop(furthest)
+            with contextlib.suppress(StoreError):
+                batch.abandon()
+            self._stageable.add(furthest)
+            self._next_layer = furthest
+            return True
+        for other, batches in self._demanded.items():
+            if other != layer and batches:
+                # All of them, as what was asked for is known by layer.
+                while batches:
+                    with contextlib.suppress(StoreError):
+                        batches[-1].abandon()
+                    batches.pop()
+                self._asked.pop(other, None)
+                return True
+        return False

@@ -11,7 +11,7 @@ from kvstrata.contract.encoding import digest
 from kvstrata.contract.method import ComputeSite, Mode
 from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.methods.calibration import Calibration
-from kvstrata.methods.interface import Geometry, Method
+from kvstrata.methods.interface import Geometry, Method, require_at_least
 from kvstrata.placement.gate import GateConfig
 
 __all__ = ["SelectionPolicy"]
@@ -24,8 +24,11 @@ class SelectionPolicy:
     method, budget: which rows, and how many for each K/V head, persistent ones included. persistent: rows that always
     enter. min_history: visible rows, in tokens, below which every step attends to everything. dense_layers: layers that
     always do; `None` for the method's own. layer_budgets: (layer, budget) where a layer has another one. site: where
+    chosen rows are reduced; `None` for the method's own. seed: of the method's randomness. gate: what is decided about
+    a selection before its answer is published; `None` accepts each. calibration: what the gate knows of the method's
+    estimates; samples of the wider budget (`kvstrata.placement.gate.widened`) belong into it too, or none is tried.
 
-    Errors: `ConfigurationError` for a budget that does not cover the persistent rows.
+    Errors: `ConfigurationError` naming the field, also for a budget that does not cover the persistent rows.
     """
 
     method: Method[Any]
@@ -46,17 +49,29 @@ class SelectionPolicy:
                 f"method={self.method!r} is no method",
                 "pass one of kvstrata.methods, e.g. Quest(page_size=16)",
             )
+        if not isinstance(self.persistent, Persistent):
+            raise _invalid("persistent", self.persistent, "Persistent(sinks=..., recent=...)")
+        require_at_least("min_history", self.min_history, 1)
+        require_at_least("seed", self.seed, 0)
+        if self.dense_layers is not None:
+            _require_layers("dense_layers", self.dense_layers)
+        pairs: Any = self.layer_budgets
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise _invalid("layer_budgets", pairs, "a tuple of (layer, budget)")
+        _require_layers("layer_budgets", tuple(layer for layer, _ in pairs))
         for budget in (self.budget, *(budget for _, budget in self.layer_budgets)):
             self._require_room(budget)
             self.method.require_budget(budget)
+        for name, kind in (("site", ComputeSite), ("gate", GateConfig), ("calibration", Calibration)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise _invalid(name, value, f"of the type {kind.__name__}, or None")
         if self.calibration is not None and self.gate is None:
             raise ConfigurationError(
                 Reason.INVALID_ARGUMENT,
                 "a calibration is given and no gate that would use it",
                 "pass gate=GateConfig()",
             )
-        if self.min_history < 1:
-            raise ConfigurationError(Reason.INVALID_ARGUMENT, f"min_history={self.min_history} must be at least 1")
 
     @property
     def mode(self) -> Mode:
@@ -107,3 +122,13 @@ class SelectionPolicy:
                 f"(sinks={self.persistent.sinks}, recent={self.persistent.recent})",
                 "pass a larger budget, or Persistent(sinks=..., recent=...) with fewer rows",
             )
+
+
+def _require_layers(field: str, layers: Any) -> None:
+    numbers = isinstance(layers, tuple) and all(type(layer) is int and layer >= 0 for layer in layers)
+    if not numbers or len(set(layers)) != len(layers):
+        raise _invalid(field, layers, "a tuple of layers, each once, counted from 0")
+
+
+def _invalid(field: str, value: object, wanted: str) -> ConfigurationError:
+    return ConfigurationError(Reason.INVALID_ARGUMENT, f"{field} must be {wanted}, got {value!r}")

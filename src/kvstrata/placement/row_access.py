@@ -61,16 +61,18 @@ class RowAccess:
         return torch.from_numpy(self.plan.tables[self._place].slots(layer)).to(device)
 
     def fetch(self, layer: int, chunks: Collection[int]) -> None:
-        """Begin to bring chunks in. Does not block for reads."""
+        """Begin to bring chunks in, as far as there is room. Does not block for reads."""
         self.plan.fetch(layer, self._place, sorted(chunks))
 
-    def arrive(self, layer: int, chunks: Collection[int]) -> None:
-        """Bring chunks in and wait for them."""
-        self._charge(self.plan.arrive(layer, self._place, sorted(chunks)).read_bytes(self.plan.lower))
+    def arrive(self, layer: int, chunks: Collection[int], *, charged: bool = True) -> None:
+        """Bring chunks in and wait for them. charged: whether the layer's selection needs them."""
+        fetched = self.plan.arrive(layer, self._place, sorted(chunks))
+        if charged:
+            self._charge(fetched.read_bytes(self.plan.lower))
 
-    def arrive_all(self, layer: int) -> None:
+    def arrive_all(self, layer: int, *, charged: bool = True) -> None:
         """Bring every chunk in and wait for it."""
-        self.arrive(layer, range(len(self.history.chunks)))
+        self.arrive(layer, range(len(self.history.chunks)), charged=charged)
 
     def chunks_of(self, layer: int, support: Support) -> tuple[set[int], dict[int, Tensor]]:
         """(chunks that the device must hold, segments in the host tier that are read where they lie)."""
@@ -91,6 +93,12 @@ class RowAccess:
     def missing(self, layer: int) -> set[int]:
         """Chunks that the device does not hold."""
         return {number for number, record in enumerate(self.history.chunks) if record.grants[layer] is None}
+
+    @property
+    def first_missing(self) -> int:
+        """The first chunk that the device does not hold in some layer that chooses; the number of chunks if none."""
+        chunks = len(self.history.chunks)
+        return min((min(self.missing(layer), default=chunks) for layer in self.chosen), default=chunks)
 
     def missing_bytes(self, layer: int) -> dict[str, int]:
         """Bytes by tier that would have to come to the device for all rows of `layer`."""

@@ -7,9 +7,10 @@ A layer attends to everything while the history is short, where the policy says 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -70,6 +71,7 @@ class Selecting:
         self._predicted: dict[int, tuple[Selection, float]] = {}
         self._outcomes: list[LayerOutcome | None] = []
         self._gates = gates
+        self._computes_again = False
         self._attach(basis, view)
 
     def begin_step(self, rows: int) -> frozenset[int]:
@@ -91,6 +93,19 @@ class Selecting:
     def chosen(self) -> frozenset[int]:
         """Layers that choose in this step."""
         return self._access.chosen
+
+    @contextlib.contextmanager
+    def interrupted(self, *, exactly: bool) -> Iterator[None]:
+        """Steps in the block compute known rows again; after it, the step goes on that they interrupt.
+
+        exactly: they leave no rows out.
+        """
+        self._computes_again = exactly
+        try:
+            with contextlib.nullcontext() if self._gate is None else self._gate.set_aside():
+                yield
+        finally:
+            self._computes_again = False
 
     def bind(self, plan: OnDemand, place: int) -> None:
         """The plan of the step, and the place of this history in it."""
@@ -154,10 +169,11 @@ class Selecting:
         times.append(self._clock())
         shadow = None
         if output is not None and self.shadow is not None and self.shadow.wants(layer, rows.start):
-            access.arrive_all(layer)
+            access.arrive_all(layer, charged=False)
             dense = self._attention.read(table, 0, support.visible)
+            method, context = self.method.contract, self.context
             shadow = self.shadow.compare(
-                self.policy, self.geometry.scale, layer, rows, dense, sinks, selection, support, output, parts
+                method, context, self.geometry.scale, layer, rows, dense, sinks, selection, support, output, parts
             )
         self._outcomes[layer] = outcome
         self._log.chosen(
@@ -246,16 +262,18 @@ class Selecting:
         visible, contract = start + rows, self.method.contract
         if layer in self._dense:
             return LayerOutcome.DENSE
-        if rows > 1 and not contract.selects_in_prefill:
+        if self._computes_again or (rows > 1 and not contract.selects_in_prefill):
             return LayerOutcome.PREFILL
         if visible < self.policy.min_history:
+            return LayerOutcome.SHORT
+        self.context.enter(layer)
+        if self.context.limit < self.context.persistent.rows:
             return LayerOutcome.SHORT
         if not contract.rebuilds and not self._built[layer] and self._observed[layer] < start:
             return LayerOutcome.MISSING
         index = self._indexes[layer]
         if not self._built[layer] or index is None or index.frontier != start:
             return LayerOutcome.BUILDING
-        self.context.enter(layer)
         return LayerOutcome.COVERED if self.context.limit >= visible else None
 
     def _rewind(self, frontier: int) -> None:
@@ -290,6 +308,8 @@ class Selecting:
         if decided is None:
             self.context.widen(self._gate.gate.config.widen_factor)
             selection = self.method.select(self.context, layer, index, rows)
+            if (outcome := self._capped(selection)).exact:
+                return selection, outcome
             decided = self._gate.decide(layer, selection, self.context, Phase.POST_WIDEN)
         assert decided is not None, "a wider search is not widened again"
         return selection, decided

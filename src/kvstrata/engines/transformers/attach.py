@@ -22,7 +22,9 @@ from kvstrata.engines.transformers.selections import make_policy
 from kvstrata.errors import BudgetError, ConfigurationError, Reason
 from kvstrata.kernels.decode import DecodeAttention
 from kvstrata.kernels.prefill import PrefillWorkspace, prefill_workspace_bytes
+from kvstrata.methods.calibration import Calibration
 from kvstrata.methods.interface import Method
+from kvstrata.placement.gate import GateConfig
 from kvstrata.store.cost_gate import CostGateConfig
 from kvstrata.store.store import Store
 from kvstrata.tiers.device import device_memory
@@ -44,6 +46,8 @@ def attach(
     persistent: Persistent | None = None,
     min_history: int | None = None,
     dense_layers: Sequence[int] | None = None,
+    gate: GateConfig | None = None,
+    calibration: Calibration | None = None,
     host_budget: int | str | None = None,
     model_id: str | None = None,
     adapters: Sequence[str] | None = None,
@@ -67,6 +71,8 @@ def attach(
     - store: an open `Store`, or a directory that is opened (and made if it is not there) for the block.
     - budget: bytes of fast memory for arena, staging and workspace, as a number or like `"64MiB"`; `None` takes what
       the model's whole context needs, at most half of the device's memory.
+    - method, mode: what chooses rows, with `mode="approximate"`; then `budget` is a number of rows such as `Rows(512)`,
+      and `memory_budget` the bytes. persistent, min_history, dense_layers, gate, calibration: see `SelectionPolicy`.
     - host_budget: bytes of host memory for a tier between the device and the files, or `None` for none. What leaves the
       device is copied there first, and comes back without a read. It also keeps what cannot be written to files.
     - model_id: the caller's own name for the weights; without it a digest of the artefact, or of the live weights.
@@ -109,6 +115,8 @@ def attach(
         "persistent": persistent,
         "min_history": min_history,
         "dense_layers": None if dense_layers is None else tuple(dense_layers),
+        "gate": gate,
+        "calibration": calibration,
     }
     policy = make_policy(None, mode, chosen)
     loaded = model if isinstance(model, LoadedModel) else None

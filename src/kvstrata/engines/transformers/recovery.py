@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from kvstrata.contract.receipts import Recompute
 from kvstrata.engines.transformers.row import Row
 from kvstrata.errors import DamagedError, Reason
+from kvstrata.placement.gated import PostponedError, RecomputeError
 
 if TYPE_CHECKING:
-    from kvstrata.engines.transformers.request import Request
+    from kvstrata.engines.transformers.request import Forward, Request
 
-__all__ = ["give_up_damaged", "give_up_slow"]
+__all__ = ["give_up_damaged", "give_up_slow", "try_again"]
+
+
+def try_again(request: Request, inner: Forward, error: DamagedError | PostponedError | RecomputeError) -> None:
+    """Do what a step that was aborted asks for, before it is tried again under the deadline that it has.
+
+    Errors: `DamagedError` where the rows cannot be computed again; whatever ends the request meanwhile.
+    """
+    if isinstance(error, PostponedError):
+        request.memory.loop.postpone(error.retry_ms)
+        request.require_open()
+        return
+    with contextlib.ExitStack() as stack:
+        for row in request.rows:
+            if row.frame is not None:
+                exactly = isinstance(error, RecomputeError)
+                stack.enter_context(row.frame.interrupted(exactly=exactly))
+        if isinstance(error, DamagedError):
+            request.recover(inner, error)
+        else:
+            request.repay(inner, give_up_slow(request, error))
 
 
 def give_up_damaged(request: Request, error: DamagedError) -> list[tuple[Row, int]]:
@@ -33,10 +55,11 @@ def give_up_damaged(request: Request, error: DamagedError) -> list[tuple[Row, in
     return [(row, _give_up(request, row, index * size, error.reason, error.cause)) for row, index in found]
 
 
-def give_up_slow(request: Request, position: int) -> list[tuple[Row, int]]:
-    """Take the rows of the only sequence from `position` on out, as they are computed again sooner than read."""
-    row, cause = request.row, "reading them would take longer than the step has"
-    return [(row, _give_up(request, row, position, Reason.CHEAPER_TO_RECOMPUTE, cause))]
+def give_up_slow(request: Request, error: RecomputeError) -> list[tuple[Row, int]]:
+    """Take the rows of one sequence from a position on out, as they are computed again sooner than read."""
+    row = next(row for row in request.rows if row.history is error.history)
+    cause = "reading them would take longer than the step has"
+    return [(row, _give_up(request, row, error.position, Reason.CHEAPER_TO_RECOMPUTE, cause))]
 
 
 def _give_up(request: Request, row: Row, position: int, reason: Reason, cause: str) -> int:

@@ -10,7 +10,7 @@ import torch
 from kvstrata.contract.receipts import Recompute, StepReceipt
 from kvstrata.engines.transformers.cache import RequestCache
 from kvstrata.engines.transformers.inputs import Columns, OutputView, Span, skip_known, slices, take_source
-from kvstrata.engines.transformers.recovery import give_up_damaged, give_up_slow
+from kvstrata.engines.transformers.recovery import give_up_damaged, try_again
 from kvstrata.engines.transformers.row import Row
 from kvstrata.engines.transformers.selections import attend_span, begin_choosing, reads_beyond
 from kvstrata.errors import BudgetError, ConfigurationError, DamagedError, Reason, StateError
@@ -196,7 +196,11 @@ class Request:
         if self._recoveries == _RECOVERIES:
             raise error
         self._recoveries += 1
-        for row, count in give_up_damaged(self, error):
+        self.repay(inner, give_up_damaged(self, error))
+
+    def repay(self, inner: Forward, owed: Sequence[tuple[Row, int]]) -> None:
+        """Compute so many rows again that each of the sequences owes."""
+        for row, count in owed:
             self._repay(inner, row, count)
 
     def replay(self, inner: Forward, tokens: Sequence[int]) -> None:
@@ -276,7 +280,8 @@ class Request:
     def _align(self, batch: int) -> None:
         """A row for each sequence of a first batch; all as wide as the shortest, should a step have been cut short."""
         if len(self.rows) == 1 < batch and not self.rows[0].width:
-            self.rows += [self.memory.new_row(self.policy) for _ in range(batch - 1)]
+            shadow = None if self.row.frame is None else self.row.frame.shadow
+            self.rows += [self.memory.new_row(self.policy, shadow) for _ in range(batch - 1)]
             self.plan.replace([row.history for row in self.rows])
         width = self.width
         for row in self.rows:
@@ -328,18 +333,13 @@ class Request:
                     output = self.memory.wrapping.compute(inner, self, named, positions, kwargs)
                 if self._layers_done != self.plan.layers:
                     raise self._skipped(f"a step ended after {self._layers_done} of {self.plan.layers} layers")
-            except DamagedError as error:
-                self._abort()
-                self.recover(inner, error)
-                continue
-            except PostponedError as error:
+            except (DamagedError, PostponedError, RecomputeError) as error:
                 self._abort(again=True)
-                self.memory.loop.postpone(error.retry_ms)
-                continue
-            except RecomputeError as error:
-                self._abort(again=True)
-                for row, count in give_up_slow(self, error.position):
-                    self._repay(inner, row, count)
+                try:
+                    try_again(self, inner, error)
+                except BaseException:
+                    self._abort()
+                    raise
                 continue
             except BaseException:
                 self._abort()
