@@ -19,7 +19,7 @@ from torch import Tensor
 from kvstrata.contract.budget import EstimatedMass, Fraction, Threshold
 from kvstrata.contract.method import AnswerClass, GroupSharing, MethodContract, Owner, QueryVariant, Unit, UpdatePhase
 from kvstrata.errors import ConfigurationError, Reason, StateError
-from kvstrata.methods.choosing import share_scores, top_units
+from kvstrata.methods.choosing import scores_of, share_scores, top_units
 from kvstrata.methods.equalised_counts import (
     Comparison,
     CountRule,
@@ -230,6 +230,7 @@ class InfiniGen(Method[PartialKeys]):
             variant=variant,
             estimate=_omitted(scores, offered, units),
             capped=equalised > cap,
+            scores=scores_of(scores, units),
         )
 
     def _cap(self, ctx: MethodContext) -> int:
