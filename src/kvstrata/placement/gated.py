@@ -41,7 +41,8 @@ class RecomputeError(Exception):
 class StepGate:
     """Asks a gate about every selection of one sequence. rates, recompute: what exact answers would take.
 
-    A step has one deadline, however often it is tried, and computes rows again at most once.
+    A step has one deadline, however often it is tried, and computes rows again at most once. The only sequence of a
+    request does so; what it has computed then is exact and is published.
     """
 
     def __init__(self, gate: Gate, rates: ServiceLedger, recompute: RecomputeCost, access: RowAccess) -> None:
@@ -80,10 +81,12 @@ class StepGate:
         gate, access = self.gate, self._access
         least = gate.config.least_observations
         reads = access.missing_bytes(layer)
+        if self._recomputed and not reads:
+            return LayerOutcome.GATE  # as it was decided
         fetch = exact_fetch_ms(self._rates.rates, reads, max(1, len(access.missing(layer))), least)
         again, position = math.inf, 0
-        # Without the tokens nothing can be computed again, and once is enough.
-        if reads and access.history.named and not self._recomputed:
+        # Once is enough; it takes the tokens, and beside other sequences it would read their rows.
+        if reads and access.alone and access.history.named and not self._recomputed:
             position = access.first_missing * access.chunk_tokens
             again = exact_recompute_ms(self._recompute, access.history.frontier, least, start=position)
         assert self._deadline is not None

@@ -52,6 +52,11 @@ class RowAccess:
         return self._plan
 
     @property
+    def alone(self) -> bool:
+        """Whether the plan is of no other history."""
+        return len(self.plan.histories) == 1
+
+    @property
     def chunk_tokens(self) -> int:
         """Tokens a chunk."""
         return self.history.context.chunk_tokens

@@ -1,0 +1,448 @@
+"""The seven outcomes of the live gate in real calls of `generate`, provoked by load, deadline and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixed_choice import FixedChoice
+from gate_cases import (
+    BUDGET,
+    PROMPT,
+    QUEST,
+    STEPS,
+    Slow,
+    Ticks,
+    calibration_of,
+    choosing,
+    exact_logits,
+    prompt,
+    run,
+    slow_memory,
+)
+from tiny_models import tiny_model
+
+from kvstrata.contract.budget import Rows
+from kvstrata.contract.method import AnswerClass
+from kvstrata.contract.selection_receipts import LayerOutcome
+from kvstrata.cost.prepublication import GateThresholds, Outcome
+from kvstrata.engines.transformers.parts import MemoryParts
+from kvstrata.errors import Reason, RetrievalError, StateError
+from kvstrata.methods.calibration import Calibration
+from kvstrata.methods.quest import Quest
+from kvstrata.placement.gate import GateConfig
+from kvstrata.runtime.plain_loop import PlainLoop
+
+LAYERS = 3
+GENEROUS, TIGHT, NOTHING = (GateThresholds(limit, 0.8) for limit in (0.85, 0.7, 0.05))
+"""Limits that the budget's bound of the calibration meets, that only the wider budget's meets, and that none meets."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def calibration(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    found = calibration_of(model, tmp_path_factory.mktemp("calibration"))
+    bounds = {curve.budget: curve.bounds[0] for curve in found.curves}
+    assert 0.05 < bounds["Rows(rows=128)"] < 0.7 < bounds["Rows(rows=64)"] < 0.85, bounds
+    return found
+
+
+@pytest.fixture(scope="module")
+def exact(model: Any, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    return exact_logits(model, tmp_path_factory.mktemp("exact"), prompt())
+
+
+def counts(request: Any) -> dict[Outcome, int]:
+    return dict(request.memory.selections.gate(request.policy).counts)
+
+
+def test_what_the_limits_allow_is_accepted(model: Any, calibration: Calibration, tmp_path: Path) -> None:
+    with choosing(model, tmp_path) as memory:
+        plain, _, _ = run(memory, prompt())
+        gate = GateConfig(GENEROUS)
+        logits, request, recorder = run(memory, prompt(), gate=gate, calibration=calibration)
+        assert recorder.outcomes == [{LayerOutcome.BUILDING}, *[{LayerOutcome.SELECTED}] * (STEPS - 1)]
+        assert counts(request) == {Outcome.ACCEPT_APPROXIMATE: LAYERS * (STEPS - 1)}
+        assert request.last_step.contract is AnswerClass.APPROXIMATE
+        assert torch.equal(logits, plain), "the gate changes nothing of what it accepts"
+
+
+def test_a_tight_limit_is_met_by_the_wider_budget(model: Any, calibration: Calibration, tmp_path: Path) -> None:
+    with choosing(model, tmp_path) as memory:
+        wide, _, _ = run(memory, prompt(), budget=Rows(128))
+        logits, request, recorder = run(memory, prompt(), gate=GateConfig(TIGHT), calibration=calibration)
+        assert recorder.outcomes == [{LayerOutcome.BUILDING}, *[{LayerOutcome.WIDENED}] * (STEPS - 1)]
+        steps = LAYERS * (STEPS - 1)
+        assert counts(request) == {Outcome.WIDEN: steps, Outcome.ACCEPT_APPROXIMATE: steps}
+        assert all(layer.visible <= layer.owners * 128 for layer in request.last_step.selections[0].layers)
+        assert torch.equal(logits, wide), "the rows are those of the wider budget"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["calibrated", "without an artefact"])
+def test_what_no_limit_allows_is_read_in_full(
+    model: Any, calibration: Calibration, exact: torch.Tensor, tmp_path: Path, known: bool
+) -> None:
+    with choosing(model, tmp_path) as memory:
+        choice = {"calibration": calibration} if known else {}
+        logits, request, recorder = run(memory, prompt(), gate=GateConfig(NOTHING), **choice)
+        assert recorder.outcomes == [{LayerOutcome.BUILDING}, *[{LayerOutcome.GATE}] * (STEPS - 1)]
+        steps = LAYERS * (STEPS - 1)
+        widened = {Outcome.WIDEN: steps} if known else {}
+        assert counts(request) == {Outcome.FULL_EXACT_FETCH: steps, **widened}
+        assert request.last_step.contract is AnswerClass.EXACT
+        assert request.history.context.lineage == "exact"
+    assert torch.equal(logits, exact)
+
+
+def test_a_method_without_an_estimate_is_as_uncertain_as_it_gets(
+    model: Any, exact: torch.Tensor, tmp_path: Path
+) -> None:
+    with choosing(model, tmp_path, FixedChoice()) as memory:
+        logits, request, recorder = run(memory, prompt(), gate=GateConfig(GateThresholds(0.99, 0.01)))
+        assert recorder.outcomes[1:] == [{LayerOutcome.GATE}] * (STEPS - 1)
+        assert counts(request) == {Outcome.FULL_EXACT_FETCH: LAYERS * (STEPS - 1)}
+    assert torch.equal(logits, exact)
+
+
+def test_a_request_that_must_be_exact_accepts_nothing(
+    model: Any, calibration: Calibration, exact: torch.Tensor, tmp_path: Path
+) -> None:
+    gate = GateConfig(GENEROUS, force_exact=True, approximation_allowed=True)
+    with choosing(model, tmp_path, gate=gate, calibration=calibration) as memory:
+        logits, request, _ = run(memory, prompt())
+        assert counts(request) == {Outcome.FULL_EXACT_FETCH: LAYERS * (STEPS - 1)}
+    assert torch.equal(logits, exact)
+
+
+def test_rows_that_were_displaced_are_read_again_while_the_deadline_allows(
+    model: Any, exact: torch.Tensor, tmp_path: Path
+) -> None:
+    with slow_memory(model, tmp_path) as slow:
+        first, second = slow.displaced(gate=GateConfig(NOTHING, step_ms=10_000))
+        second.close()
+        logits, _, recorder = run(slow.memory, with_tokens(first, exact), first, tokens=STEPS - 1)
+        assert recorder.outcomes[0] == {LayerOutcome.GATE}
+        assert recorder.steps[0].moved_bytes > 0
+    torch.testing.assert_close(logits, exact[1:], rtol=1e-4, atol=1e-4)
+
+
+def with_tokens(request: Any, exact: torch.Tensor) -> torch.Tensor:
+    """The prompt of a displaced request, and the tokens that its steps yielded."""
+    steps = request.frontier - PROMPT + 1
+    return torch.cat([prompt(), exact[:steps].argmax(-1).unsqueeze(0)], dim=1)
+
+
+def time_prefills(slow: Slow) -> None:
+    """Other people's prompts: the engine then knows what computing rows costs."""
+    timed = slow.memory.prefill(prompt(seed=3)[0].tolist(), slow.memory.request(mode="exact"))
+    assert slow.memory.log.prefills.observations >= 3
+    timed.close()
+
+
+@pytest.mark.parametrize("done", [1, 2], ids=["whole slices", "a row alone at the end"])
+def test_rows_that_take_too_long_to_read_are_computed_again(
+    model: Any, exact: torch.Tensor, tmp_path: Path, done: int
+) -> None:
+    with slow_memory(model, tmp_path) as slow:
+        time_prefills(slow)
+        gate = GateConfig(NOTHING, step_ms=100)
+        first, second = slow.displaced(done, gate=gate)
+        second.close()
+        logits, _, recorder = run(slow.memory, with_tokens(first, exact), first, tokens=STEPS - done)
+        (again,) = first.recomputes
+        rows = PROMPT + done - 1
+        assert (again.start, again.tokens, again.reason) == (0, rows, Reason.CHEAPER_TO_RECOMPUTE)
+        assert slow.memory.ledger().tokens_recomputed == rows
+        assert counts(first)[Outcome.RECOMPUTE_EXACT] == 1
+        # Page extrema do not shrink by so much: the step builds them anew, over rows that are all there.
+        assert recorder.outcomes == [{LayerOutcome.BUILDING}, *[{LayerOutcome.GATE}] * (STEPS - done - 1)]
+        assert all(step.contract is AnswerClass.EXACT and not step.moved_bytes for step in recorder.steps)
+        assert first.history.context.lineage == "exact"
+        assert first.frontier == PROMPT + STEPS - 1
+    torch.testing.assert_close(logits, exact[done:], rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_computed_again_is_published_also_when_it_took_longer(
+    model: Any, exact: torch.Tensor, tmp_path: Path
+) -> None:
+    with slow_memory(model, tmp_path, method=FixedChoice()) as slow:
+        time_prefills(slow)
+        first, second = slow.displaced(gate=GateConfig(NOTHING, step_ms=100))
+        second.close()
+
+        def stall(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            slow.clock.sleep(0.2 if hidden.shape[1] > 1 else 0.0)
+
+        hook = model.model.layers[0].register_forward_pre_hook(stall, with_kwargs=True)
+        logits, _, recorder = run(slow.memory, with_tokens(first, exact), first, tokens=STEPS - 1)
+        hook.remove()
+        assert counts(first) == {Outcome.RECOMPUTE_EXACT: 1, Outcome.FULL_EXACT_FETCH: LAYERS * (STEPS - 2)}
+        assert len(first.recomputes) == 1
+        assert recorder.outcomes == [{LayerOutcome.GATE}] * (STEPS - 1)
+    torch.testing.assert_close(logits, exact[1:], rtol=1e-4, atol=1e-4)
+
+
+def test_one_of_several_sequences_is_not_computed_again(model: Any, tmp_path: Path) -> None:
+    both = torch.cat([prompt(PROMPT // 2), prompt(PROMPT // 2, seed=4)])
+    with slow_memory(model, tmp_path) as slow:
+        time_prefills(slow)
+        _, request, _ = run(slow.memory, both, tokens=1, gate=GateConfig(NOTHING, step_ms=100))
+        slow.memory.publisher.wait()
+        slow.displace(request).close()
+        with pytest.raises(RetrievalError) as caught:
+            run(slow.memory, torch.cat([both, both[:, :1]], dim=1), request)
+        assert caught.value.reason is Reason.NO_LEGAL_PATH
+        assert not request.recomputes
+        assert [row.frontier for row in request.rows] == [PROMPT // 2] * 2
+
+
+def test_rows_without_known_tokens_are_not_computed_again(model: Any, tmp_path: Path) -> None:
+    embeds = model.get_input_embeddings()(torch.tensor([[3]])).detach()
+    with slow_memory(model, tmp_path) as slow:
+        time_prefills(slow)
+        request, second = slow.displaced(gate=GateConfig(NOTHING, step_ms=100))
+        second.close()
+        with torch.no_grad():
+            run(slow.memory, torch.tensor([[*prompt()[0].tolist(), 7]]), request, tokens=1)
+            model(inputs_embeds=embeds, **request.generate_kwargs())
+            assert not request.history.named
+            slow.displace(request).close()
+            with pytest.raises(RetrievalError) as caught:
+                model(inputs_embeds=embeds, **request.generate_kwargs())
+        assert caught.value.reason is Reason.NO_LEGAL_PATH
+        assert request.frontier == PROMPT + 2
+        assert counts(request)[Outcome.REFUSE] == 1
+
+
+class Relief:
+    """A step loop that ends the load when it is asked: it closes the other request, and lets a third one run."""
+
+    def __init__(self, calls_in_vain: int = 0) -> None:
+        self.calls: list[float] = []
+        self.in_vain = calls_in_vain
+        self.seen: list[tuple[int, bool]] = []
+        self.slow: Slow
+        self.first: Any = None
+        self.second: Any = None
+
+    def postpone(self, retry_window_ms: float) -> None:
+        self.calls.append(retry_window_ms)
+        self.seen.append((self.first.frontier, self.first.in_step))
+        if len(self.calls) > self.in_vain:
+            self.relieve()
+
+    def relieve(self) -> None:
+        self.second.close()
+        third, _ = self.slow.memory.restore("first", mode="exact")
+        run(self.slow.memory, torch.tensor([[*third.token_ids, 7]]), third, tokens=2)
+        third.close()
+
+
+@pytest.mark.parametrize("in_vain", [0, 1])
+def test_a_step_is_postponed_until_the_load_falls(
+    model: Any, exact: torch.Tensor, tmp_path: Path, in_vain: int
+) -> None:
+    loop = Relief(in_vain)
+    gate = GateConfig(NOTHING, step_ms=100, retries=2, retry_window_ms=5)
+    with slow_memory(model, tmp_path, loop) as slow:
+        loop.slow = slow
+        loop.first, loop.second = slow.displaced(gate=gate)
+        # What the third request reads would take longer than the step has.
+        slow.link.latency_s = 0.0
+        logits, _, recorder = run(slow.memory, with_tokens(loop.first, exact), loop.first, tokens=STEPS - 1)
+        assert loop.calls == [5.0] * (in_vain + 1)
+        assert loop.seen == [(PROMPT, False)] * (in_vain + 1), "nothing of the step was published before"
+        assert counts(loop.first)[Outcome.POSTPONE] == in_vain + 1
+        assert recorder.outcomes == [{LayerOutcome.GATE}] * (STEPS - 1)
+        assert loop.first.history.context.lineage == "exact"
+    torch.testing.assert_close(logits, exact[1:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_plain_loop_waits_for_load_that_ends_by_itself(model: Any, exact: torch.Tensor, tmp_path: Path) -> None:
+    relief = Relief()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        relief.slow.clock.sleep(seconds)
+        relief.relieve()
+
+    with slow_memory(model, tmp_path, PlainLoop(sleep)) as slow:
+        relief.slow = slow
+        gate = GateConfig(NOTHING, step_ms=100, retries=1, retry_window_ms=8)
+        relief.first, relief.second = slow.displaced(gate=gate)
+        slow.link.latency_s = 0.0
+        logits, _, recorder = run(slow.memory, with_tokens(relief.first, exact), relief.first, tokens=STEPS - 1)
+        assert slept == [0.004]
+        assert recorder.outcomes == [{LayerOutcome.GATE}] * (STEPS - 1)
+    torch.testing.assert_close(logits, exact[1:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_that_was_postponed_keeps_its_deadline(model: Any, exact: torch.Tensor, tmp_path: Path) -> None:
+    loop = Relief()
+    gate = GateConfig(NOTHING, step_ms=100, retries=5, retry_window_ms=5)
+    with slow_memory(model, tmp_path, loop) as slow:
+        loop.slow = slow
+        loop.first, loop.second = slow.displaced(gate=gate)
+        with pytest.raises(RetrievalError) as caught:
+            # The third request reads for longer than the step has.
+            run(slow.memory, with_tokens(loop.first, exact), loop.first)
+        assert caught.value.reason is Reason.NO_LEGAL_PATH
+        assert counts(loop.first) == {Outcome.POSTPONE: 1, Outcome.REFUSE: 1}
+        logits, _, _ = run(slow.memory, with_tokens(loop.first, exact), loop.first, tokens=STEPS - 1)
+    torch.testing.assert_close(logits, exact[1:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_is_postponed_no_more_often_than_the_gate_says(model: Any, exact: torch.Tensor, tmp_path: Path) -> None:
+    loop = Relief(calls_in_vain=10)
+    with slow_memory(model, tmp_path, loop) as slow:
+        gate = GateConfig(NOTHING, step_ms=100, retries=3, retry_window_ms=5)
+        loop.first, loop.second = slow.displaced(gate=gate)
+        with pytest.raises(RetrievalError) as caught:
+            run(slow.memory, with_tokens(loop.first, exact), loop.first)
+        assert caught.value.reason is Reason.NO_LEGAL_PATH
+        assert len(loop.calls) == 3
+        assert counts(loop.first) == {Outcome.POSTPONE: 3, Outcome.REFUSE: 1}
+        assert loop.first.frontier == PROMPT
+
+
+class Closes:
+    """A step loop that ends the request which asks, and goes on as if nothing was."""
+
+    request: Any = None
+
+    def postpone(self, retry_window_ms: float) -> None:
+        self.request.close()
+
+
+def test_a_request_that_is_closed_while_it_waits_publishes_nothing(
+    model: Any, exact: torch.Tensor, tmp_path: Path
+) -> None:
+    loop = Closes()
+    with slow_memory(model, tmp_path, loop) as slow:
+        gate = GateConfig(NOTHING, step_ms=100, retries=1, retry_window_ms=5)
+        loop.request, second = slow.displaced(gate=gate)
+        second.close()
+        with pytest.raises(StateError) as caught:
+            run(slow.memory, with_tokens(loop.request, exact), loop.request)
+        assert caught.value.reason is Reason.CLOSED
+        assert slow.memory.arena.used_slots == 0
+
+
+BUSY = 1e-3
+"""A clock that moves by so much whenever it is read: a machine on which each call takes a millisecond."""
+
+
+def test_a_late_answer_is_degraded_where_that_is_allowed(model: Any, calibration: Calibration, tmp_path: Path) -> None:
+    gate = GateConfig(NOTHING, step_ms=0.5, approximation_allowed=True)
+    parts = MemoryParts(clock=Ticks(BUSY))
+    with choosing(model, tmp_path, parts=parts) as memory:
+        wide, _, _ = run(memory, prompt(), budget=Rows(128))
+        logits, request, recorder = run(memory, prompt(), gate=gate, calibration=calibration)
+        assert recorder.outcomes[1:] == [{LayerOutcome.DEGRADED}] * (STEPS - 1)
+        assert counts(request)[Outcome.DECLARED_DEGRADATION] == LAYERS * (STEPS - 1)
+        assert all(step.contract is AnswerClass.APPROXIMATE for step in recorder.steps[1:])
+        assert request.history.context.lineage == request.policy.lineage
+        assert torch.equal(logits, wide), "what is degraded is the wider selection, as far as there was one"
+
+
+def test_a_refused_step_leaves_nothing_and_the_next_one_works(
+    model: Any, calibration: Calibration, exact: torch.Tensor, tmp_path: Path
+) -> None:
+    clock = Ticks(BUSY)
+    gate = GateConfig(NOTHING, step_ms=0.5)
+    with choosing(model, tmp_path, parts=MemoryParts(clock=clock)) as memory:
+        clock.tick = 0.0
+        _, request, _ = run(memory, prompt(), tokens=2, gate=gate, calibration=calibration)
+        ids = with_tokens(request, exact)
+        clock.tick = BUSY
+        before = (request.frontier, request.token_ids, request.last_step, memory.arena.used_slots)
+        for _ in range(2):
+            with pytest.raises(RetrievalError) as caught:
+                run(memory, ids, request)
+            assert caught.value.reason is Reason.NO_LEGAL_PATH
+            assert (request.frontier, request.token_ids, request.last_step, memory.arena.used_slots) == before
+            assert request.history.context.lineage == "exact"
+        assert counts(request)[Outcome.REFUSE] == 2
+        clock.tick = 0.0
+        logits, _, recorder = run(memory, ids, request, tokens=STEPS - 2)
+        assert recorder.outcomes == [{LayerOutcome.GATE}] * (STEPS - 2)
+        assert torch.equal(logits, exact[2:])
+
+
+def test_indexes_are_as_if_the_refused_step_had_never_been(
+    model: Any, calibration: Calibration, tmp_path: Path
+) -> None:
+    clock = Ticks(BUSY)
+    gate = GateConfig(GENEROUS, step_ms=0.5, force_exact=True)
+    with choosing(model, tmp_path, parts=MemoryParts(clock=clock)) as memory:
+        plain, _, _ = run(memory, prompt())
+        _, request, _ = run(memory, prompt(), tokens=1, gate=gate, calibration=calibration)
+        ids = torch.cat([prompt(), plain[0].argmax().view(1, 1)], dim=1)
+        wrong = torch.cat([prompt(), torch.tensor([[3]])], dim=1)
+        with pytest.raises(RetrievalError):
+            run(memory, wrong, request)
+        request.row.frame._gate.gate.config = GateConfig(GENEROUS)
+        logits, _, recorder = run(memory, ids, request, tokens=STEPS - 1)
+        assert recorder.outcomes == [{LayerOutcome.SELECTED}] * (STEPS - 1)
+        assert torch.equal(logits, plain[1:])
+
+
+def test_each_sequence_of_a_batch_is_decided_for_itself(
+    model: Any, calibration: Calibration, exact: torch.Tensor, tmp_path: Path
+) -> None:
+    with choosing(model, tmp_path, gate=GateConfig(NOTHING), calibration=calibration) as memory:
+        both = torch.cat([prompt(), prompt(seed=4)])
+        logits, request, _ = run(memory, both)
+        assert counts(request)[Outcome.FULL_EXACT_FETCH] == 2 * LAYERS * (STEPS - 1)
+        assert len(request.last_step.selections) == 2
+    torch.testing.assert_close(logits.view(STEPS, 2, -1)[:, 0], exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"model_id": "another"}, Reason.MODEL_MISMATCH),
+        ({"method": Quest(page_size=8, dense_layers=0)}, Reason.METHOD_MISMATCH),
+        ({"adapters": ["one@1"]}, Reason.ADAPTER_MISMATCH),
+        ({"rope_theta": 50_000.0}, Reason.ROPE_CONFIG_MISMATCH),
+        ({"head_dim": 8}, Reason.CACHE_ABI_MISMATCH),
+    ],
+)
+def test_a_foreign_calibration_is_refused_by_name(
+    model: Any, calibration: Calibration, tmp_path: Path, other: dict[str, Any], reason: Reason
+) -> None:
+    options = dict(other)
+    method = options.pop("method", QUEST)
+    if "rope_theta" in options:
+        rope = {"rope_type": "default", "rope_theta": options.pop("rope_theta")}
+        model = tiny_model("llama", num_hidden_layers=LAYERS, rope_parameters=rope)
+    if "head_dim" in options:
+        model = tiny_model("llama", num_hidden_layers=LAYERS, head_dim=options.pop("head_dim"))
+    with pytest.raises(RetrievalError) as caught:
+        choosing(model, tmp_path, method, gate=GateConfig(), calibration=calibration, **options)
+    assert caught.value.reason is reason
+    assert caught.value.field.startswith("calibration.")
+    with choosing(model, tmp_path, method, **options) as memory:
+        with pytest.raises(RetrievalError) as caught:
+            memory.request(gate=GateConfig(), calibration=calibration)
+        assert caught.value.reason is reason
+        run(memory, prompt(), tokens=1)
+
+
+def test_a_calibration_survives_its_file(model: Any, calibration: Calibration, tmp_path: Path) -> None:
+    import json
+
+    again = Calibration.from_json(json.loads(json.dumps(calibration.to_json())))
+    assert again == calibration
+    with choosing(model, tmp_path) as memory:
+        _, request, _ = run(memory, prompt(), gate=GateConfig(GENEROUS), calibration=again)
+        assert counts(request) == {Outcome.ACCEPT_APPROXIMATE: LAYERS * (STEPS - 1)}
