@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from fixed_choice import FixedChoice
 from gate_cases import (
-    BUDGET,
     PROMPT,
     QUEST,
     STEPS,
