@@ -58,6 +58,8 @@ def bench(
         if each == "store":
             settings |= _given(rounds=rounds, seed=seed)
         if each in _OF_METHODS:
+            # In full they take an hour: with `all`, they show that they run.
+            settings["quick"] = quick or name == "all"
             settings |= {"source": model} | _given(dtype=dtype[0] if dtype else None, tokens=tokens, seed=seed)
         reports.append(run_bench(each, progress=lambda text: output.note(f"  {text}"), **settings))
     data: dict[str, Any] = (
