@@ -60,8 +60,8 @@ def test_a_full_disk_is_a_refusal_and_serving_goes_on(
         assert torch.equal(found, expected)
         assert ("allocate" if operation == "allocate" else "pwritev", "fill_up") in scene.faults
         if setup.host:
-            assert scene.memory._publisher is not None
-            assert scene.memory._publisher.totals.failures > 0
+            assert scene.memory.publisher is not None
+            assert scene.memory.publisher.totals.failures > 0
             assert scene.memory.ledger().traffic["host"].moved_bytes > 0
         assert scene.recomputed == []
         assert all(verdict.sound for verdict in scene.store.verify())
@@ -101,7 +101,7 @@ def test_a_write_that_was_acknowledged_and_lost_is_written_again(
     with smol.scene(tmp_path / "store", tight, once("write", 2, Fault.LOSE)) as scene:
         scene.request.close()
         request = scene.memory.prefill(ids[0].tolist())
-        publisher = scene.memory._publisher
+        publisher = scene.memory.publisher
         assert publisher is not None
         publisher.wait()
         record = request.history.chunks[2]
@@ -134,8 +134,8 @@ def test_no_chunk_is_a_hit_before_its_producer_has_finished(smol: SavedModel, tm
         assert scene.store.usage().temporary == 1
         assert record.durable.generation == 0
         scene.injector.let_go()
-        assert scene.memory._publisher is not None
-        scene.memory._publisher.wait(record)
+        assert scene.memory.publisher is not None
+        scene.memory.publisher.wait(record)
         assert record.file is FileReplicaState.PUBLISHED
         assert record.durable.generation > 0
         assert scene.store.tier.has(record.digest)
@@ -174,10 +174,10 @@ def test_what_reads_back_otherwise_than_it_was_written_is_not_published(
         request = scene.memory.request()
         found = logits(generate(smol.model, ids, 2, request.generate_kwargs()))
         assert torch.equal(found, expected)
-        assert scene.memory._publisher is not None
-        scene.memory._publisher.wait()
+        assert scene.memory.publisher is not None
+        scene.memory.publisher.wait()
         spoiled = fault in (Fault.CORRUPT, Fault.LOSE)
-        assert scene.memory._publisher.totals.failures == spoiled
+        assert scene.memory.publisher.totals.failures == spoiled
         (record,) = request.history.chunks
         assert record.file is (FileReplicaState.FAILED if spoiled else FileReplicaState.PUBLISHED)
         if spoiled:
@@ -197,8 +197,8 @@ def test_a_name_that_was_lost_is_no_hit(smol: SavedModel, tmp_path: Path) -> Non
         scene.request.close()
         request = scene.memory.request()
         generate(smol.model, ids, 2, request.generate_kwargs())
-        assert scene.memory._publisher is not None
-        scene.memory._publisher.wait()
+        assert scene.memory.publisher is not None
+        scene.memory.publisher.wait()
         (record,) = request.history.chunks
         assert not scene.store.tier.has(record.digest)
         receipt = scene.memory.save("other", request)

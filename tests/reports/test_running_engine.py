@@ -107,7 +107,7 @@ def test_closing_in_the_middle_of_transfers_frees_every_slot_once(model: Any, tm
             request.plan.begin_step(1)
             assert memory.arena.used_slots > LAYERS
             request.close()
-            memory._publisher.wait()  # type: ignore[union-attr]
+            memory.publisher.wait()  # type: ignore[union-attr]
             assert memory.arena.used_slots == 0
             assert len(memory.directory) == 0
 

@@ -180,8 +180,8 @@ class Scene:
         self.injector.let_go()
         for request in list(self.memory._requests):
             request.close()
-        if self.memory._publisher is not None:
-            self.memory._publisher.wait()
+        if self.memory.publisher is not None:
+            self.memory.publisher.wait()
         self.settle()
         assert self.memory.arena.used_slots == 0
         host = self.memory.directory.host

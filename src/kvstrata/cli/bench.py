@@ -19,7 +19,7 @@ from kvstrata.lab.bench.result import BenchTable
 __all__ = ["register"]
 
 
-_OF_METHODS = ("methods", "needles")
+_OF_METHODS = ("methods", "needles", "break-even")
 _OF_MODELS = tuple(name for name in BENCHES if name not in ("store", *_OF_METHODS))
 
 
@@ -60,7 +60,11 @@ def bench(
         if each in _OF_METHODS:
             # In full they take an hour: with `all`, they show that they run.
             settings["quick"] = quick or name == "all"
-            settings |= {"source": model} | _given(dtype=dtype[0] if dtype else None, tokens=tokens, seed=seed)
+            settings |= {"source": model} | _given(dtype=dtype[0] if dtype else None)
+            if each == "break-even":
+                settings |= _given(rounds=rounds, lengths=[tokens] if tokens else None)
+            else:
+                settings |= _given(tokens=tokens, seed=seed)
         reports.append(run_bench(each, progress=lambda text: output.note(f"  {text}"), **settings))
     data: dict[str, Any] = (
         reports[0].to_json() if name != "all" else {"benches": [report.to_json() for report in reports]}
@@ -90,7 +94,7 @@ def _refuse_unused(name: str, options: dict[str, object]) -> None:
     """An option that would change nothing is a mistake, but not with `all`, where some bench takes it."""
     if name == "all":
         return
-    unused = {"store": ("--dtype", "--tokens"), **dict.fromkeys(_OF_METHODS, ("--rounds",))}
+    unused = {"store": ("--dtype", "--tokens"), **dict.fromkeys(_OF_METHODS, ("--rounds",)), "break-even": ("--seed",)}
     for option in unused.get(name, ("--quick", "--seed")):
         if options[option] not in (None, False):
             raise typer.BadParameter(f"{name!r} has no such setting", param_hint=option)

@@ -195,7 +195,7 @@ def test_rows_from_embeddings_cannot_be_recomputed(tiny_llama: Callable[..., Any
         request = memory.prefill(ids[0].tolist())
         model(inputs_embeds=model.get_input_embeddings()(prompt(4)).detach(), past_key_values=request.cache)
         frontier = request.frontier
-        memory._publisher.wait()
+        memory.publisher.wait()
         request.plan.yield_memory()
         memory._attached().files.close()
         flip_payload(memory.store.tier.path(request.history.chunks[1].digest))

@@ -107,9 +107,9 @@ class Memory:
         self.log = LedgerBook(self.directory, layout, budget, self._backing.stride, workspace_bytes)
         lower = store.tier.capability
         self.tiers = capabilities(self.device, lower)
-        self._publisher: Publisher | None = None
+        self.publisher: Publisher | None = None
         if legal_path(DEVICE, lower.tier, self.tiers) is not None:
-            self._publisher = Publisher(
+            self.publisher = Publisher(
                 self.directory, store.tier, layout, self.clock, store.in_use, store.rates, read_timeout_s
             )
         self._promoter: Promoter | None = None
@@ -138,8 +138,8 @@ class Memory:
             credits=self._parts.credits,
             deliver=self._parts.deliver,
         )
-        if self._publisher is not None:
-            self._publisher.start()
+        if self.publisher is not None:
+            self.publisher.start()
         return self
 
     def __exit__(
@@ -157,8 +157,8 @@ class Memory:
         try:
             for request in list(self._requests):
                 request.close()
-            if self._publisher is not None:
-                self._publisher.stop()
+            if self.publisher is not None:
+                self.publisher.stop()
         finally:
             if self._promoter is not None:
                 self._promoter.close()
@@ -185,8 +185,8 @@ class Memory:
             self.layout,
             self._backing.segment,
             promoter,
-            self._publisher,
-            self._budget_for,
+            self.publisher,
+            self.budget_of,
             clock=self.clock,
             windows=[rule.window for rule in self.rules],
             host=self.host,
@@ -198,8 +198,7 @@ class Memory:
 
     def new_row(self, policy: SelectionPolicy | None = None, shadow: LiveShadow | None = None) -> Row:
         """An empty sequence in this memory."""
-        history = History(self.directory, self.context)
-        return Row(history, None if policy is None else self.selections.frame(policy, history, shadow))
+        return self.selections.row(History(self.directory, self.context), policy, shadow)
 
     def note_hidden(self, layer: int, hidden: Any) -> None:
         """The residual stream that enters `layer` of the model, for the request whose step it is."""
@@ -209,11 +208,6 @@ class Memory:
     def generate_kwargs(self, request: Request | None = None) -> dict[str, Any]:
         """Keyword arguments for `model.generate`: those of `request`, or of a new request that becomes `latest`."""
         return (request or self.request()).generate_kwargs()
-
-    @property
-    def publisher(self) -> Publisher | None:
-        """What writes sealed chunks; `None` for a store that cannot be written."""
-        return self._publisher
 
     @property
     def latest(self) -> Request:
@@ -258,7 +252,7 @@ class Memory:
 
     def require_fits(self, tokens: int) -> None:
         """Errors: `BudgetError`, with the budget that would do, when a history of `tokens` tokens does not fit."""
-        self.log.require_fits(tokens, self.prefill_chunk, self._budget_for, [rule.window for rule in self.rules])
+        self.log.require_fits(tokens, self.prefill_chunk, self.budget_of, [rule.window for rule in self.rules])
 
     def save(self, name: str, request: Request | None = None, *, row: int | None = None) -> SaveReceipt:
         """Store a request's committed rows under `name` as a new immutable snapshot. Blocks until they are written.
@@ -287,7 +281,7 @@ class Memory:
         """Every byte and second so far, over all open requests; after the block, as it stood when the block ended."""
         if self._final is not None:
             return self._final
-        totals = None if self._publisher is None else self._publisher.totals
+        totals = None if self.publisher is None else self.publisher.totals
         histories = [row.history for request in self._requests for row in request.rows]
         staged = max((0, *(request.plan.staged_peak for request in self._requests)))
         recomputes = tuple(item for request in self._requests for item in request.recomputes)
@@ -327,10 +321,10 @@ class Memory:
 
     def publish(self, record: ChunkRecord) -> None:
         """Queue a sealed chunk for the file tier, unless it is cheaper to compute again."""
-        if self._publisher is None or record.file is FileReplicaState.PUBLISHED:
+        if self.publisher is None or record.file is FileReplicaState.PUBLISHED:
             return
         if self.gating is None or self.gating.admits(record):
-            self._publisher.submit(record)
+            self.publisher.submit(record)
 
     def revoke(self, record: ChunkRecord) -> None:
         """Take a chunk's damaged file replica out of use."""
@@ -386,7 +380,8 @@ class Memory:
         request.require_open()
         return request
 
-    def _budget_for(self, slots: int) -> int:
+    def budget_of(self, slots: int) -> int:
+        """Bytes of a budget that holds `slots` segments and the workspace."""
         return slots * self._backing.stride + self._workspace_bytes
 
     def _attached(self) -> Promoter:

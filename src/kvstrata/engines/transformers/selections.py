@@ -12,6 +12,7 @@ import torch
 from kvstrata.contract.method import QueryVariant
 from kvstrata.engines.transformers.families.registry import family_of
 from kvstrata.engines.transformers.families.view import TransformersView
+from kvstrata.engines.transformers.row import Row
 from kvstrata.errors import ConfigurationError, Reason, UnsupportedError
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.methods.interface import Geometry, StepRows
@@ -29,7 +30,6 @@ from kvstrata.store.history import History
 if TYPE_CHECKING:
     from kvstrata.engines.transformers.inputs import Span
     from kvstrata.engines.transformers.memory import Memory
-    from kvstrata.engines.transformers.row import Row
 
 __all__ = ["Selections", "attend_span", "begin_choosing", "make_policy", "reads_beyond"]
 
@@ -89,6 +89,10 @@ class Selections:
         )
         frame.shadow = shadow
         return frame
+
+    def row(self, history: History, policy: SelectionPolicy | None, shadow: LiveShadow | None) -> Row:
+        """The sequence of `history`, with a frame where there is a policy."""
+        return Row(history, None if policy is None else self.frame(policy, history, shadow))
 
     def gate(self, policy: SelectionPolicy) -> Gate | None:
         """The gate of all requests under `policy`, with its counts; `None` where there is none yet."""

@@ -19,6 +19,7 @@ BENCHES = {
     "store": "kvstrata.lab.bench.store:bench_store",
     "methods": "kvstrata.lab.bench.methods:bench_methods",
     "needles": "kvstrata.lab.bench.needles:bench_needles",
+    "break-even": "kvstrata.lab.bench.break_even:bench_break_even",
 }
 """Name of each benchmark and where it lives; loaded when it is run."""
 
