@@ -25,8 +25,8 @@ from kvstrata.placement.shadow_fixture import read_fixture
 KEEP = Persistent(sinks=2, recent=3)
 
 
-def context_of(layer: Layer, method: Any, rows: int = 1, budget: Rows = Rows(16)) -> FrameContext:
-    policy = SelectionPolicy(method, budget, KEEP)
+def context_of(layer: Layer, method: Any, rows: int = 1, budget: int = 16) -> FrameContext:
+    policy = SelectionPolicy(method, Rows(budget), KEEP)
     context = FrameContext(policy, layer.geometry, None, None, None)  # type: ignore[arg-type]
     context.begin_step(layer.tokens - rows, rows)
     context.enter(0)
