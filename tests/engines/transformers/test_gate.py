@@ -33,6 +33,7 @@ from kvstrata.methods.calibration import Calibration
 from kvstrata.methods.quest import Quest
 from kvstrata.placement.gate import GateConfig
 from kvstrata.runtime.plain_loop import PlainLoop
+from kvstrata.store.store import Store
 
 LAYERS = 3
 GENEROUS, TIGHT, NOTHING = (GateThresholds(limit, 0.8) for limit in (0.85, 0.7, 0.05))
@@ -429,6 +430,8 @@ def test_a_foreign_calibration_is_refused_by_name(
         choosing(model, tmp_path, method, gate=GateConfig(), calibration=calibration, **options)
     assert caught.value.reason is reason
     assert caught.value.field.startswith("calibration.")
+    with Store(tmp_path) as store:
+        store.collect(set())  # which nobody may do while somebody else has the store open
     with choosing(model, tmp_path, method, **options) as memory:
         with pytest.raises(RetrievalError) as caught:
             memory.request(gate=GateConfig(), calibration=calibration)

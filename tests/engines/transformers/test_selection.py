@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import CHUNK, attach, budget_of, require_within_budget
+from engine_cases import CHUNK, attach, budget_of, require_within_budget, rms
 from fixed_choice import FixedChoice, stock_choice
 from tiny_models import tiny_model
 from transformers import DynamicCache
@@ -124,6 +124,33 @@ def test_a_log_bias_enters_the_scores_of_its_units(tiny_llama: Callable[..., Any
     with choosing(model, tmp_path, method, **limited(method)) as memory:
         ours = forced(model, ids, PROMPT, memory.request().generate_kwargs)
     torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("site", list(ComputeSite))
+def test_rows_that_no_slot_is_a_multiple_of_are_chosen_as_well(
+    tiny_llama: Callable[..., Any], tmp_path: Path, site: ComputeSite
+) -> None:
+    model, ids = tiny_llama("bfloat16", kv_heads=1, query_heads=3, head_dim=24), prompt(PROMPT + STEPS)
+    assert (-(-attach_bytes(model) // 4096) * 4096) % (24 * 2)
+    method = FixedChoice(step=3, unit=2)
+    expected = stock(model, ids, PROMPT, method)
+    with choosing(model, tmp_path, method, **limited(method)) as memory:
+        ours = forced(model, ids, PROMPT, memory.request(site=site).generate_kwargs)
+    assert rms(ours - expected).max() < 0.02 * rms(expected).min(), "as far as bfloat16 says the same twice"
+
+
+def test_a_share_below_the_persistent_rows_reads_everything(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    model, ids = tiny_llama(), prompt(PROMPT + STEPS)
+    with attach(model, tmp_path / "exact") as memory:
+        expected = forced(model, ids, PROMPT, memory.request().generate_kwargs)
+    with choosing(model, tmp_path / "store", FixedChoice(), budget=Fraction(0.05)) as memory:
+        request = memory.request()
+        ours = forced(model, ids, PROMPT, request.generate_kwargs)
+        assert {layer.outcome for layer in request.last_step.selections[0].layers} == {LayerOutcome.SHORT}
+        other = memory.request(budget=Fraction(0.1))
+        forced(model, ids, PROMPT, other.generate_kwargs)
+        assert {layer.outcome for layer in other.last_step.selections[0].layers} == {LayerOutcome.SELECTED}
+    assert torch.equal(ours, expected)
 
 
 def test_short_histories_and_covering_budgets_are_exact(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
