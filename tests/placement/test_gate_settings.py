@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvstrata.contract.budget import EstimatedMass, Fraction, Rows, SelectionBudget, Threshold
 from kvstrata.cost.prepublication import EstimateSource, GateThresholds, Outcome, Phase
 from kvstrata.cost.service_rates import Direction, ServiceObservation
-from kvstrata.methods.calibration import Calibration, CalibrationSample, MassEstimate, budget_key, calibrate
+from kvstrata.methods.calibrating import CalibrationSample, calibrate
+from kvstrata.methods.calibration import Calibration, MassEstimate, budget_key
 from kvstrata.methods.quest import Quest
 from kvstrata.placement.gate import Gate, GateConfig, exact_fetch_ms, exact_recompute_ms, widened
 from kvstrata.runtime.gating import PrefillTimes

@@ -16,7 +16,8 @@ from kvstrata.contract.selection_receipts import LayerOutcome
 from kvstrata.cost.prepublication import GateThresholds, Outcome, Phase
 from kvstrata.cost.service_rates import Direction, ServiceObservation
 from kvstrata.errors import Reason, RetrievalError
-from kvstrata.methods.calibration import Calibration, CalibrationSample, budget_key, calibrate
+from kvstrata.methods.calibrating import CalibrationSample, calibrate
+from kvstrata.methods.calibration import Calibration, budget_key
 from kvstrata.methods.interface import Geometry
 from kvstrata.methods.quest import Quest
 from kvstrata.methods.selection import Selection

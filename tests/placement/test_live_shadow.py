@@ -17,10 +17,12 @@ from kvstrata.contract.method import Owner
 from kvstrata.errors import ConfigurationError
 from kvstrata.methods.calibration import budget_key
 from kvstrata.methods.quest import Quest
+from kvstrata.methods.selection import NO_UNIT
 from kvstrata.placement.live_shadow import LiveShadow
 from kvstrata.placement.method_context import FrameContext
 from kvstrata.placement.policy import SelectionPolicy
 from kvstrata.placement.shadow_fixture import read_fixture
+from kvstrata.placement.support_attention import ChosenRows
 
 KEEP = Persistent(sinks=2, recent=3)
 
@@ -46,8 +48,13 @@ def compare(
     step = layer.last_step(rows)
     output = attend(layer, support, step).transpose(0, 1)
     dense = layer.k, layer.v
+    rows_of_kv = support.rows.expand(layer.geometry.kv_heads, -1) if support.rows.shape[0] == 1 else support.rows
+    each = torch.arange(rows_of_kv.shape[0]) // (rows_of_kv.shape[0] // layer.geometry.kv_heads)
+    place = each.unsqueeze(-1), rows_of_kv.clamp_min(0)
+    parts = [ChosenRows(layer.k[place], layer.v[place], rows_of_kv != NO_UNIT)]
+    contract = replace(method.contract, name="m")
     scale = layer.geometry.scale
-    sample = shadow.compare("m", context, scale, number, step, dense, None, selection, support, output)
+    sample = shadow.compare(contract, context, scale, number, step, dense, None, selection, support, output, parts)
     return sample, support_mask(support, layer.geometry)
 
 
@@ -138,6 +145,8 @@ def test_a_step_of_several_rows_is_measured_and_not_dumped(tmp_path: Path) -> No
     support = replace(support_of(FixedChoice(), index, selection, memory), recent=60 - 4 - KEEP.recent + 1)
     step = layer.last_step(4)
     output = torch.zeros(4, layer.geometry.query_heads, layer.geometry.head_dim)
-    sample = shadow.compare("m", context, 0.5, 0, step, (layer.k, layer.v), None, selection, support, output)
+    sample = shadow.compare(
+        FixedChoice().contract, context, 0.5, 0, step, (layer.k, layer.v), None, selection, support, output, []
+    )
     assert 0 < sample.omitted <= sample.most_omitted <= 1
     assert not (tmp_path / "dump").exists()

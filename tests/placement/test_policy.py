@@ -14,7 +14,8 @@ from kvstrata.contract.budget import EstimatedMass, Fraction, Persistent, Rows, 
 from kvstrata.contract.method import ComputeSite, MethodContract, Mode
 from kvstrata.cost.prepublication import GateThresholds
 from kvstrata.errors import ConfigurationError, Reason, UnsupportedError
-from kvstrata.methods.calibration import Calibration, CalibrationSample, budget_key, calibrate
+from kvstrata.methods.calibrating import CalibrationSample, calibrate
+from kvstrata.methods.calibration import Calibration, budget_key
 from kvstrata.methods.interface import Geometry
 from kvstrata.methods.quest import Quest
 from kvstrata.placement.gate import GateConfig

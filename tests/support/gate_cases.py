@@ -19,7 +19,8 @@ from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.selection_receipts import LayerOutcome
 from kvstrata.engines.transformers.memory import Memory
 from kvstrata.engines.transformers.parts import MemoryParts
-from kvstrata.methods.calibration import Calibration, calibrate
+from kvstrata.methods.calibrating import calibrate
+from kvstrata.methods.calibration import Calibration
 from kvstrata.methods.interface import Method
 from kvstrata.methods.quest import Quest
 from kvstrata.placement.live_shadow import LiveShadow
