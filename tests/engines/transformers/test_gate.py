@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import CHUNK, budget_of, require_within_budget
 from fixed_choice import FixedChoice
 from gate_cases import (
     PROMPT,
@@ -334,6 +335,56 @@ def test_a_request_that_is_closed_while_it_waits_publishes_nothing(
             run(slow.memory, with_tokens(loop.request, exact), loop.request)
         assert caught.value.reason is Reason.CLOSED
         assert slow.memory.arena.used_slots == 0
+
+
+def test_whoever_waits_may_be_interrupted(model: Any, exact: torch.Tensor, tmp_path: Path) -> None:
+    calls: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        calls.append(seconds)
+        raise KeyboardInterrupt
+
+    with slow_memory(model, tmp_path, PlainLoop(sleep)) as slow:
+        gate = GateConfig(NOTHING, step_ms=100, retries=1, retry_window_ms=5)
+        first, second = slow.displaced(gate=gate)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run(slow.memory, with_tokens(first, exact), first)
+            assert first.frontier == PROMPT
+            # The next step has a deadline and retries of its own.
+            slow.clock.sleep(10.0)
+        assert len(calls) == 2
+        second.close()
+        time_prefills(slow)
+        logits, _, _ = run(slow.memory, with_tokens(first, exact), first, tokens=STEPS - 1)
+        assert counts(first)[Outcome.RECOMPUTE_EXACT] == 1
+    torch.testing.assert_close(logits, exact[1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("room", [0, 3, 8])
+def test_reads_ahead_give_way_to_the_exact_path(model: Any, exact: torch.Tensor, tmp_path: Path, room: int) -> None:
+    slots = 2 * LAYERS + PROMPT // CHUNK + room
+    limits = {"memory_budget": budget_of(model, slots, prefill=CHUNK), "prefill_chunk": CHUNK}
+    with choosing(model, tmp_path, FixedChoice(ahead=True, unit=2), gate=GateConfig(NOTHING), **limits) as memory:
+        logits, request, recorder = run(memory, prompt())
+        assert recorder.outcomes[1:] == [{LayerOutcome.GATE}] * (STEPS - 1)
+        assert all(step.moved_bytes for step in recorder.steps)
+        require_within_budget(memory)
+    torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("room", [0, 3, 8])
+def test_reads_ahead_are_made_as_far_as_there_is_room(model: Any, tmp_path: Path, room: int) -> None:
+    slots = 2 * LAYERS + PROMPT // CHUNK + room
+    limits = {"memory_budget": budget_of(model, slots, prefill=CHUNK), "prefill_chunk": CHUNK}
+    method = FixedChoice(ahead=True, unit=2)
+    with choosing(model, tmp_path / "wide", method) as memory:
+        expected, _, _ = run(memory, prompt())
+    with choosing(model, tmp_path / "narrow", method, **limits) as memory:
+        logits, _, recorder = run(memory, prompt())
+        assert recorder.outcomes[1:] == [{LayerOutcome.SELECTED}] * (STEPS - 1)
+        require_within_budget(memory)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 BUSY = 1e-3

@@ -92,7 +92,7 @@ def test_sampled_steps_answer_as_if_nobody_looked(model: Any, tmp_path: Path) ->
 def test_only_steps_that_left_rows_out_are_sampled(model: Any, tmp_path: Path) -> None:
     shadow = LiveShadow(every=1)
     with choosing(model, tmp_path, dense_layers=[1]) as memory:
-        _, request, recorder = run(memory, prompt(), shadow=shadow)
+        _, _, recorder = run(memory, prompt(), shadow=shadow)
         assert recorder.outcomes[0] == {LayerOutcome.BUILDING, LayerOutcome.DENSE}
     assert {(position, layer) for position, layer, _ in shadow.results} == {
         (position, layer) for position in range(PROMPT, PROMPT + STEPS - 1) for layer in (0, 2)
