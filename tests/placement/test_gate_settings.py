@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from chunks_and_faults import make_context
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kvstrata.contract.budget import EstimatedMass, Fraction, Rows, SelectionBudget, Threshold
 from kvstrata.cost.prepublication import EstimateSource, GateThresholds, Outcome, Phase
 from kvstrata.cost.service_rates import Direction, ServiceObservation
+from kvstrata.errors import ConfigurationError, Reason, RetrievalError
 from kvstrata.methods.calibrating import CalibrationSample, calibrate
 from kvstrata.methods.calibration import Calibration, MassEstimate, budget_key
 from kvstrata.methods.quest import Quest
@@ -129,3 +131,24 @@ def test_decisions_are_counted() -> None:
     now[0] = 0.2
     assert gate.decide(known(0.5), Phase.POST_WIDEN, 0.0, math.inf, deadline).outcome is Outcome.REFUSE
     assert gate.counts == dict.fromkeys(decide, 1) | {Outcome.FULL_EXACT_FETCH: 1, Outcome.REFUSE: 2}
+
+
+def test_a_mass_that_only_dense_attention_knows_decides_nothing() -> None:
+    gate = Gate(GateConfig(), None, lambda: 0.0)
+    measured = MassEstimate(0.05, 1.0, EstimateSource.DENSE_REFERENCE)
+    with pytest.raises(RetrievalError) as caught:
+        gate.decide(measured, Phase.INITIAL, 0.0, math.inf, 1.0)
+    assert caught.value.reason is Reason.ONLINE_GATE_USES_DENSE_MASS
+    assert not gate.counts
+
+
+@pytest.mark.parametrize(
+    "changes", [{"digest": "00"}, {"format": 2}, {"confidence": 0.99}, {"curves": []}, {"curves": 3}, {"binding": {}}]
+)
+def test_an_artefact_that_was_altered_is_refused(changes: dict[str, Any]) -> None:
+    data = calibration(Rows(64)).to_json()
+    assert Calibration.from_json(data) == calibration(Rows(64))
+    for damaged in (data | changes, {}, None, [data]):
+        with pytest.raises(ConfigurationError) as caught:
+            Calibration.from_json(damaged)
+        assert caught.value.reason is Reason.CALIBRATION_DAMAGED

@@ -17,6 +17,7 @@ from kvstrata.contract.identity import ChunkIdentity
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.receipts import StepReceipt
 from kvstrata.contract.selection_receipts import LayerOutcome
+from kvstrata.cost.prepublication import Outcome
 from kvstrata.engines.transformers.memory import Memory
 from kvstrata.engines.transformers.parts import MemoryParts
 from kvstrata.methods.calibrating import calibrate
@@ -167,3 +168,20 @@ def slow_memory(model: Any, path: Path, loop: Any = None, method: Method[Any] = 
         options = {"memory_budget": budget_of(model, slots), "parts": parts} | kwargs
         with choosing(model, store, method, **options) as memory:
             yield Slow(memory, clock, link)
+
+
+def counts(request: Any) -> dict[Outcome, int]:
+    return dict(request.memory.selections.gate(request.policy).counts)
+
+
+def with_tokens(request: Any, exact: torch.Tensor) -> torch.Tensor:
+    """The prompt of a displaced request, and the tokens that its steps yielded."""
+    steps = request.frontier - PROMPT + 1
+    return torch.cat([prompt(), exact[:steps].argmax(-1).unsqueeze(0)], dim=1)
+
+
+def time_prefills(slow: Slow) -> None:
+    """Other people's prompts: the engine then knows what computing rows costs."""
+    timed = slow.memory.prefill(prompt(seed=3)[0].tolist(), slow.memory.request(mode="exact"))
+    assert slow.memory.log.prefills.observations >= 3
+    timed.close()
