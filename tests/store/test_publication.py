@@ -10,26 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chunks_and_faults import LAYERS, LAYOUT, FaultyFiles
+from chunks_and_faults import LAYERS, LAYOUT, FaultyFiles, GatedFiles
 from directory_parts import SIZE, make_directory, make_history, make_ids, segment_bytes
 
 from kvstrata.contract.states import FileReplicaState, SlotState
 from kvstrata.errors import Reason, StoreError
 from kvstrata.store.directory import Directory
 from kvstrata.store.publication import Publisher
-from kvstrata.tiers.files import FileTier, OsFiles
-
-
-class GatedFiles(OsFiles):
-    """Writes wait until the test opens the gate."""
-
-    def __init__(self) -> None:
-        self.gate, self.waiting = threading.Event(), threading.Event()
-
-    def allocate(self, fd: int, length: int, /) -> None:
-        self.waiting.set()
-        assert self.gate.wait(60)
-        super().allocate(fd, length)
+from kvstrata.tiers.files import FileTier
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,18 @@ class Chunk:
 
     def payload(self, layer: int) -> bytes:
         return b"".join(bytes(buffer) for buffer in self.segments[layer])
+
+
+class GatedFiles(OsFiles):
+    """Writes wait until the test opens the gate; `waiting` is set by the first that does."""
+
+    def __init__(self) -> None:
+        self.gate, self.waiting = threading.Event(), threading.Event()
+
+    def allocate(self, fd: int, length: int, /) -> None:
+        self.waiting.set()
+        assert self.gate.wait(60)
+        super().allocate(fd, length)
 
 
 @dataclass

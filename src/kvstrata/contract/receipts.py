@@ -116,7 +116,8 @@ class Ledger:
     staging and workspace included. host_bytes: slots of the host tier in use. file_bytes: chunks of the history in
     files. staging_bytes: most bytes reserved for segments on their way. workspace_bytes: kernel scratch.
     metadata_bytes: headers and manifests. fragmented_bytes: slot bytes that hold no row. duplicate_bytes: rows that lie
-    in more than one tier, once for each copy after the first.
+    in more than one tier, once for each copy after the first. publish_waited: chunks that had to wait in memory for
+    credits before they could be written, publish_waited_s: until they had them.
     """
 
     logical_bytes: int
@@ -141,6 +142,8 @@ class Ledger:
     tokens_recomputed: int
     tokens_restored: int
     recomputes: tuple[Recompute, ...] = field(default=())
+    publish_waited: int = 0
+    publish_waited_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

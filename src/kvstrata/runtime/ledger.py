@@ -153,4 +153,6 @@ class LedgerBook:
             tokens_recomputed=self._lost + self._missed,
             tokens_restored=self._restored,
             recomputes=(*self._recomputes, *recomputes),
+            publish_waited=totals.waited,
+            publish_waited_s=totals.waited_s,
         )

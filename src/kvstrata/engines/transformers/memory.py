@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from kvstrata.contract.capability import DEVICE, legal_path
@@ -109,9 +108,14 @@ class Memory:
         self.tiers = capabilities(self.device, lower)
         self.publisher: Publisher | None = None
         if legal_path(DEVICE, lower.tier, self.tiers) is not None:
+<<<<<<< HEAD
             self.publisher = Publisher(
                 self.directory, store.tier, layout, self.clock, store.in_use, store.rates, read_timeout_s
             )
+=======
+            publish = (self.clock, store.in_use, store.rates, read_timeout_s, parts.publish_credits)
+            self._publisher = Publisher(self.directory, store.tier, layout, *publish)
+>>>>>>> w-dir
         self._promoter: Promoter | None = None
         self.gating: Gating | None = None
         if cost_gate is not None:
@@ -142,9 +146,7 @@ class Memory:
             self.publisher.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -316,6 +318,8 @@ class Memory:
         known = self._attached().reclaim(wanted)
         known.update(g for request in self._requests for row in request.rows for g in row.history.grants)
         self.directory.reclaim(known)
+        if self._publisher is not None:
+            self._publisher.reclaim()
         if self.host is not None:
             self.host.reclaim()
 

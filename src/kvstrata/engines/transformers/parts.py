@@ -22,7 +22,8 @@ class MemoryParts:
     """Parts that `attach` would choose itself: for memory of another kind, and for injecting faults and clocks.
 
     device_backing(slot_bytes, slots, device), host_backing(slot_bytes, slots): make the memory of the two arenas.
-    credits: what may be on its way to the device at once; `None` for as much as it holds. deliver: how a reader's
+    credits: what may be on its way to the device at once, publish_credits: what may be on its way to the store; `None`
+    for as much as the device holds. A chunk that gets none stays in memory until it does. deliver: how a reader's
     acknowledgement reaches its queue, as in `TransferQueue`. clock: for receipts and deadlines. loop: asked when a
     gate postpones a step; `None` for a plain wait.
     """
@@ -30,6 +31,7 @@ class MemoryParts:
     device_backing: Callable[[int, int, torch.device], TensorBacking] = open_backing
     host_backing: Callable[[int, int], Backing] = HostBacking
     credits: Credits | None = None
+    publish_credits: Credits | None = None
     deliver: Callable[[Callable[[CopyEvent], Acknowledgement], CopyEvent], object] | None = None
     clock: Clock = time.perf_counter
     loop: StepLoop | None = None

@@ -278,7 +278,9 @@ def quiet(world: World) -> None:
     require(len(world.leases) == 0, "leases are left:", len(world.leases))
     for queue in (world.promoter.queue, world.bare):
         require(not queue.pending and not queue.book.waiters, "transfers are left:", queue.direction)
+    written = world.publisher.pool
     require(world.publisher.pending == 0, "publications are left")
+    require(not written.outstanding and written.free == written.total, "credits are left:", written.reserved)
     require(directory.arena.slots * SEGMENT > 0, "an arena without slots proves nothing")
 
 

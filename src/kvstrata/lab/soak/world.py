@@ -21,6 +21,7 @@ from kvstrata.store.host_cache import HostCache
 from kvstrata.store.leases import LeaseTable
 from kvstrata.store.promotion import Promoter, Promotion
 from kvstrata.store.publication import Publisher
+from kvstrata.store.publication_queue import chunk_credits
 from kvstrata.store.segment_copier import OpenedEachTime, SegmentCopier
 from kvstrata.store.transfer_records import CopyEvent
 from kvstrata.store.transfers import TransferQueue
@@ -169,7 +170,8 @@ class World:
             clock=self.clock,
         )
         self.leases = LeaseTable(self.clock)
-        self.publisher = Publisher(self.directory, self.faulty, LAYOUT, self.clock)
+        two = chunk_credits(LAYERS * SEGMENT)
+        self.publisher = Publisher(self.directory, self.faulty, LAYOUT, self.clock, credits=two + two)
         self.cache_generation = 0
         self.lines: list[Line] = []
         self.pins: list[ChunkRecord] = []
