@@ -108,14 +108,8 @@ class Memory:
         self.tiers = capabilities(self.device, lower)
         self.publisher: Publisher | None = None
         if legal_path(DEVICE, lower.tier, self.tiers) is not None:
-<<<<<<< HEAD
-            self.publisher = Publisher(
-                self.directory, store.tier, layout, self.clock, store.in_use, store.rates, read_timeout_s
-            )
-=======
             publish = (self.clock, store.in_use, store.rates, read_timeout_s, parts.publish_credits)
-            self._publisher = Publisher(self.directory, store.tier, layout, *publish)
->>>>>>> w-dir
+            self.publisher = Publisher(self.directory, store.tier, layout, *publish)
         self._promoter: Promoter | None = None
         self.gating: Gating | None = None
         if cost_gate is not None:
@@ -318,8 +312,8 @@ class Memory:
         known = self._attached().reclaim(wanted)
         known.update(g for request in self._requests for row in request.rows for g in row.history.grants)
         self.directory.reclaim(known)
-        if self._publisher is not None:
-            self._publisher.reclaim()
+        if self.publisher is not None:
+            self.publisher.reclaim()
         if self.host is not None:
             self.host.reclaim()
 
