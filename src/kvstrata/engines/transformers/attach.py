@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -137,28 +138,33 @@ def attach(
     kernel = DecodeAttention(layout, threads=threads, level=kernel_level)
     buffers = PrefillWorkspace(layout, prefill_chunk, device=module.device)
     opened = store if isinstance(store, Store) else Store(store)
-    return Memory(
-        module,
-        opened,
-        context,
-        layout,
-        rules,
-        budget=total,
-        slots=slots,
-        workspace=buffers,
-        workspace_bytes=workspace,
-        kernel=kernel,
-        prefill_chunk=prefill_chunk,
-        readers=readers,
-        read_timeout_s=read_timeout_s,
-        parts=parts or MemoryParts(),
-        owns_store=owns,
-        compiled=compile,
-        host_slots=host_slots,
-        wipe=wipe,
-        cost_gate=CostGateConfig() if cost_gate is True else cost_gate or None,
-        policy=policy,
-    )
+    with contextlib.ExitStack() as undo:
+        if owns:
+            undo.callback(opened.close)
+        memory = Memory(
+            module,
+            opened,
+            context,
+            layout,
+            rules,
+            budget=total,
+            slots=slots,
+            workspace=buffers,
+            workspace_bytes=workspace,
+            kernel=kernel,
+            prefill_chunk=prefill_chunk,
+            readers=readers,
+            read_timeout_s=read_timeout_s,
+            parts=parts or MemoryParts(),
+            owns_store=owns,
+            compiled=compile,
+            host_slots=host_slots,
+            wipe=wipe,
+            cost_gate=CostGateConfig() if cost_gate is True else cost_gate or None,
+            policy=policy,
+        )
+        undo.pop_all()
+        return memory
 
 
 def parse_bytes(value: int | str, field: str = "budget") -> int:
