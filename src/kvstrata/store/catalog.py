@@ -30,6 +30,7 @@ from kvstrata.store.catalog_mirror import Lookup, Mark, Mirror, MirrorEntry, Rem
 from kvstrata.store.catalog_pins import Pins
 from kvstrata.store.catalog_rows import namespace_digest, packed_tokens, tenant_digest
 from kvstrata.store.catalog_schema import SPACE_USED
+from kvstrata.store.file_lock import LockPatience
 from kvstrata.store.owners import ProcessMark
 from kvstrata.store.rebuild import rebuild_catalog
 from kvstrata.store.recovery import RecoveryReport, count_aside, recover
@@ -73,7 +74,8 @@ class Catalog:
 
     durable: a committed row has reached the disk. read_only: nothing below `root` is written. max_bytes, zero_tenants:
     see `CatalogJournal`; tenants by name. progress: called with chunk files done and in all while a catalog is built.
-    mirror_bytes: most memory for remembered entries, token ids included. connect, now: injected.
+    mirror_bytes: most memory for remembered entries, token ids included. connect, now: injected. patience: for locks of
+    other processes; `LockPatience` says how long by default.
 
     Attributes:
         journal: what a `FileTier` writes through.
@@ -99,6 +101,7 @@ class Catalog:
         mirror_bytes: int = MIRROR_BYTES,
         connect: Connect = connect_sqlite,
         now: Callable[[], float] = time.time,
+        patience: LockPatience | None = None,
     ) -> None:
         self.root = root
         self.rebuilt = False
@@ -108,6 +111,7 @@ class Catalog:
         self._progress = progress
         self._connect = connect
         self._now = now
+        self._patience = patience
         self._touched: dict[bytes, tuple[float, int]] = {}
         self._touching = threading.Lock()
         self._ballast = Ballast(root)
@@ -119,7 +123,7 @@ class Catalog:
                 self._mark = ProcessMark(root)
                 self._database.reopened = self._register
                 self._database.write(self._register, frees=True)
-            self._counter = RemovalCounter(root, read_only=read_only)
+            self._counter = RemovalCounter(root, read_only=read_only, patience=patience)
             self.mirror = Mirror(self._counter, self._fetch, self._removed_since, mirror_bytes)
             self.journal = CatalogJournal(
                 self._database,
@@ -283,6 +287,7 @@ class Catalog:
                 read_only=read_only,
                 heal=None if read_only else self._rebuild,
                 connect=self._connect,
+                patience=self._patience,
             )
 
         try:
@@ -304,6 +309,7 @@ class Catalog:
             progress=self._progress,
             connect=self._connect,
             now=self._now,
+            patience=self._patience,
         )
 
     def _register(self, database: sqlite3.Connection) -> None:
