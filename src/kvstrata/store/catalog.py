@@ -208,11 +208,17 @@ class Catalog:
         self.flush()
 
         def query(database: sqlite3.Connection) -> list[tuple[Candidate, str]]:
-            rows = database.execute(
-                "SELECT digest, parent, file_bytes, created, last_used, uses FROM chunks"
-                " WHERE state = 'published' ORDER BY last_used, id"
-            )
-            return [(Candidate(*row), self.pins.reason_to_keep(database, row[0])) for row in rows.fetchall()]
+            judge = self.pins.judge()
+            found: dict[bytes, tuple[Candidate, str]] = {}
+            for chunk, *row in database.execute(
+                "SELECT c.digest, c.parent, c.file_bytes, c.created, c.last_used, c.uses,"
+                " o.name, o.process, o.pid, p.expires"
+                " FROM chunks c LEFT JOIN pins p ON p.chunk = c.digest LEFT JOIN owners o ON o.id = p.owner"
+                " WHERE c.state = 'published' ORDER BY c.last_used, c.id"
+            ):
+                candidate, words = found.get(chunk) or (Candidate(chunk, *row[:5]), "")
+                found[chunk] = (candidate, words or judge(*row[5:]))
+            return list(found.values())
 
         return self._database.read(query)
 

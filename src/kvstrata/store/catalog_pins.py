@@ -125,12 +125,27 @@ class Pins:
             "SELECT o.name, o.process, o.pid, p.expires FROM pins p JOIN owners o ON o.id = p.owner WHERE p.chunk = ?",
             (chunk,),
         )
-        for name, process, pid, expires in rows:
+        judge = self.judge()
+        return next((words for row in rows if (words := judge(*row))), "")
+
+    def judge(self) -> Callable[[str | None, str, int, float | None], str]:
+        """Of a pin's owner, its process, that one's id and the expiry: why it is in force, in words, or the empty
+        string. Asks about each process once, so it is good for one query; no owner is no pin."""
+        alive = {self._process(): True}
+
+        def reason(name: str | None, process: str, pid: int, expires: float | None) -> str:
+            if name is None:
+                return ""
             if expires is None:
                 return f"it is pinned by {name}"
-            if expires > self._now() and (process == self._process() or is_alive(self._root, process)):
-                return f"it is leased by process {pid}"
-        return ""
+            if expires > self._now():
+                if process not in alive:
+                    alive[process] = is_alive(self._root, process)
+                if alive[process]:
+                    return f"it is leased by process {pid}"
+            return ""
+
+        return reason
 
     def claim_session(
         self, folder: str, sequence: int, chunks: Collection[bytes], temporary: str, nbytes: int
