@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import subprocess
@@ -329,3 +330,63 @@ def test_the_later_of_two_removals_leaves_the_pins_of_what_was_saved_in_between(
         refused = store.evict([chunk.digest]).refused
         assert [refusal.reason for refusal in refused] == [Reason.CHUNK_PINNED]
         assert store.audit() == []
+
+
+class _Deaf(OsFiles):
+    """From the moment a manifest is linked, or its link refused, the catalog of `store` takes no write."""
+
+    def __init__(self, refused: bool) -> None:
+        self.refused = refused
+        self.store: Store | None = None
+
+    def link(self, source: Path, target: Path, /) -> None:  # type: ignore[override]
+        if self.store is not None:
+            self.store.catalog.database.write = self._refuse  # type: ignore[method-assign, union-attr, assignment]
+            if self.refused:
+                raise OSError(errno.EIO, "no link")
+        os.link(source, target)
+
+    @staticmethod
+    def _refuse(*_: object, **__: object) -> None:
+        raise StoreError(Reason.STORE_BUSY, "another process writes all the time")
+
+
+@pytest.mark.parametrize("after", ["the next write", "a removal", "another process"])
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_linked_is_saved_whatever_becomes_of_the_catalog(tmp_path: Path, refused: bool, after: str) -> None:
+    """The claim is settled later; until then its pins hold, and afterwards nothing of it is left but what is there."""
+    files, context = _Deaf(refused), make_context()
+    with Store(tmp_path / "store", files=files) as store:
+        catalog, sessions = store.catalog, SessionStore(store)
+        assert catalog is not None
+        chunks = write_all(store.tier, make_history(context, SHORT))
+        files.store = store
+        if refused:
+            with pytest.raises(StoreError) as refusal:
+                sessions.save("chat", context, SHORT, chunks, len(SHORT))
+            assert refusal.value.reason is Reason.STORE_IO, "the link's failure, not the catalog's"
+        else:
+            assert sessions.save("chat", context, SHORT, chunks, len(SHORT)).sequence == 1
+            assert sessions.load("chat").chunks == tuple(chunks)
+        files.store = None
+        del catalog.database.write
+        assert catalog.figures().reserved_bytes > 0
+        assert [each.reason for each in store.evict(chunks).refused] == [Reason.CHUNK_PINNED]
+        if after == "the next write":
+            store.tier.write(*make_chunk(9).arguments)
+        elif after == "a removal":
+            save(sessions, "other")
+            sessions.remove("other")
+            if not refused:
+                sessions.remove("chat")
+                assert catalog.figures().pins == 0
+        if after != "another process":
+            assert catalog.figures().reserved_bytes == 0
+            assert store.audit() == []
+    with Store(tmp_path / "store") as store:
+        assert store.catalog is not None
+        assert store.catalog.figures().reserved_bytes == 0
+        assert store.audit() == []
+        there = not refused and after != "a removal"
+        assert len(SessionStore(store).list()) == there
+        assert bool(store.evict(chunks).refused) == (there or after == "a removal")

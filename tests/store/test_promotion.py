@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chunks_and_faults import LAYERS, LAYOUT, flip, make_chunk, make_context, make_history, write_all
+from chunks_and_faults import LAYERS, LAYOUT, GatedReads, flip, make_chunk, make_context, make_history, write_all
 from directory_parts import make_directory
 
 from kvstrata.contract.layout import SegmentLayout
@@ -21,38 +20,20 @@ from kvstrata.store.host_cache import host_arena, open_host_cache
 from kvstrata.store.promotion import OpenChunks, Promoter
 from kvstrata.tiers.fault_plan import FaultInjector, FaultPlan
 from kvstrata.tiers.faulty import FaultyTier
-from kvstrata.tiers.files import ChunkFile, FileTier, OsFiles
+from kvstrata.tiers.files import ChunkFile, FileTier
 from kvstrata.tiers.interface import ChunkTier
 from kvstrata.tiers.throttled import Link, ThrottledTier
 
 CHUNKS = make_history(make_context(), list(range(1, 3 * LAYOUT.chunk_tokens + 1)))
 
 
-class Files(OsFiles):
-    """Reads of segments fail, or wait, as the test says."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.failure = 0
-        self.waiting = threading.Event()
-
-    def preadv(self, fd: int, buffers: Any, offset: int, /) -> int:
-        if threading.current_thread() is not threading.main_thread():
-            self.waiting.set()
-            assert self.gate.wait(60)
-            if self.failure:
-                raise OSError(self.failure, os.strerror(self.failure))
-        return os.preadv(fd, buffers, offset)
+@pytest.fixture
+def files() -> GatedReads:
+    return GatedReads()
 
 
 @pytest.fixture
-def files() -> Files:
-    return Files()
-
-
-@pytest.fixture
-def tier(tmp_path: Path, files: Files) -> FileTier:
+def tier(tmp_path: Path, files: GatedReads) -> FileTier:
     tier = FileTier(tmp_path, files=files)
     write_all(tier, CHUNKS)
     return tier
@@ -64,7 +45,9 @@ def directory() -> Directory:
 
 
 @pytest.fixture(params=[1, 2])
-def promoter(request: pytest.FixtureRequest, directory: Directory, tier: FileTier, files: Files) -> Iterator[Promoter]:
+def promoter(
+    request: pytest.FixtureRequest, directory: Directory, tier: FileTier, files: GatedReads
+) -> Iterator[Promoter]:
     promoter = Promoter(directory, tier, LAYOUT, readers=request.param)
     yield promoter
     files.gate.set()
@@ -92,7 +75,9 @@ def test_segments_arrive_with_their_bytes(promoter: Promoter, directory: Directo
             assert bytes(directory.arena.backing.readable(grant.slot)) == chunk.payload(layer)
 
 
-def test_a_segment_is_published_only_after_its_arrival(promoter: Promoter, directory: Directory, files: Files) -> None:
+def test_a_segment_is_published_only_after_its_arrival(
+    promoter: Promoter, directory: Directory, files: GatedReads
+) -> None:
     record = records(directory)[0]
     files.gate.clear()
     promotions = promoter.reserve([(record, 0)])
@@ -132,7 +117,7 @@ def test_a_damaged_segment_is_not_published_nor_what_was_read_with_it(
     assert promoter.pool.outstanding == ()
 
 
-def test_a_disk_error_is_no_damage(promoter: Promoter, directory: Directory, files: Files) -> None:
+def test_a_disk_error_is_no_damage(promoter: Promoter, directory: Directory, files: GatedReads) -> None:
     """The bytes may be good: the chunk stays a hit, and the next attempt gets it."""
     record = records(directory)[0]
     promoter.files.check_in(promoter.files.check_out(record.digest))
@@ -148,7 +133,7 @@ def test_a_disk_error_is_no_damage(promoter: Promoter, directory: Directory, fil
 
 
 def test_an_abandoned_batch_gives_its_slots_back_after_its_readers(
-    promoter: Promoter, directory: Directory, files: Files
+    promoter: Promoter, directory: Directory, files: GatedReads
 ) -> None:
     """Exactly once, and never to anybody else before."""
     record = records(directory)[0]
@@ -174,7 +159,9 @@ def test_a_finished_batch_has_nothing_to_abandon(promoter: Promoter, directory: 
     assert record.resident == directory.arena.used_slots == 1
 
 
-def test_a_late_batch_is_refused_and_frees_its_slots_later(directory: Directory, tier: FileTier, files: Files) -> None:
+def test_a_late_batch_is_refused_and_frees_its_slots_later(
+    directory: Directory, tier: FileTier, files: GatedReads
+) -> None:
     promoter = Promoter(directory, tier, LAYOUT, timeout_s=0.01)
     record = records(directory)[0]
     files.gate.clear()
@@ -192,7 +179,9 @@ def test_a_late_batch_is_refused_and_frees_its_slots_later(directory: Directory,
     assert directory.arena.free_slots == 7
 
 
-def test_a_slot_that_changed_hands_is_not_published(promoter: Promoter, directory: Directory, files: Files) -> None:
+def test_a_slot_that_changed_hands_is_not_published(
+    promoter: Promoter, directory: Directory, files: GatedReads
+) -> None:
     """The destination's generation is checked when the read has ended."""
     record = records(directory)[0]
     promotions = promoter.reserve([(record, 0)])
@@ -313,7 +302,9 @@ def test_a_copy_of_an_older_epoch_is_not_read(promoter: Promoter, directory: Dir
     assert directory.arena.used_slots == 0
 
 
-def test_a_segment_is_read_anew_beside_a_reader_that_hangs(directory: Directory, tier: FileTier, files: Files) -> None:
+def test_a_segment_is_read_anew_beside_a_reader_that_hangs(
+    directory: Directory, tier: FileTier, files: GatedReads
+) -> None:
     promoter = Promoter(directory, tier, LAYOUT, readers=2, timeout_s=0.2)
     record = records(directory)[0]
     files.gate.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from chunks_and_faults import Chunk, make_chunk, make_context, make_history
 from kvstrata.errors import ConfigurationError, Reason, StoreError
 from kvstrata.sessions import SessionStore
 from kvstrata.store import Store
+from kvstrata.store.catalog_database import connect_sqlite
 
 CHUNKS = [make_chunk(seed) for seed in range(6)]
 
@@ -101,3 +103,33 @@ def test_a_policy_that_is_unknown_is_refused_and_nothing_stays_open(tmp_path: Pa
         Store(tmp_path / "store", max_bytes=10**6, retention="newest")
     with Store(tmp_path / "store") as store:
         assert store.collect(()).reason is None
+
+
+def test_one_query_says_what_may_leave(tmp_path: Path) -> None:
+    """Not one for each chunk; it says what was said of each chunk by itself."""
+    queries: list[str] = []
+
+    def connect(uri: str) -> sqlite3.Connection:
+        connection = connect_sqlite(uri)
+        connection.set_trace_callback(queries.append)
+        return connection
+
+    with Store(tmp_path / "store", connect=connect) as store, Store(tmp_path / "store") as other:
+        fill(store, CHUNKS)
+        catalog, theirs = store.catalog, other.catalog
+        assert catalog is not None
+        assert theirs is not None
+        names = [chunk.digest for chunk in CHUNKS]
+        catalog.pin(f"session:{'a' * 64}/1", names[:1], None)
+        catalog.pin(f"session:{'b' * 64}/1", names[:2], None)
+        catalog.pin(catalog.process, names[1:3], 1.0)
+        catalog.pin(catalog.process, names[2:4], 2.0**40)
+        theirs.pin(theirs.process, names[3:5], 2.0**40)
+        queries.clear()
+        found = catalog.published()
+        assert len([each for each in queries if "SELECT" in each]) == 1
+        assert [candidate.chunk for candidate, _ in found] == names
+        each = catalog.database.read(lambda database: [catalog.pins.reason_to_keep(database, name) for name in names])
+        assert [words for _, words in found] == each
+        assert [words.split(" by ")[0] for words in each] == ["it is pinned"] * 2 + ["it is leased"] * 3 + [""]
+        assert [candidate.chunk for candidate in catalog.candidates()] == names[5:]

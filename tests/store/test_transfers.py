@@ -284,7 +284,7 @@ class TestDeadlines:
         assert bench.balanced()
 
     def test_what_cannot_arrive_in_time_is_refused(self) -> None:
-        bench = Bench(rate=PathRate(setup_s=1.0, bytes_per_s=SIZE, numa_s=3.0))
+        bench = Bench(rate=lambda: PathRate(setup_s=1.0, bytes_per_s=SIZE, numa_s=3.0))
         place = bench.place()
         refusal = bench.submit(0, place, deadline=101.9)
         assert isinstance(refusal, Refusal)

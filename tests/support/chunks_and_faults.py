@@ -55,6 +55,24 @@ class GatedFiles(OsFiles):
         super().allocate(fd, length)
 
 
+class GatedReads(OsFiles):
+    """Reads by other threads than the first fail, or wait, as the test says."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure = 0
+        self.waiting = threading.Event()
+
+    def preadv(self, fd: int, buffers: Any, offset: int, /) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            self.waiting.set()
+            assert self.gate.wait(60)
+            if self.failure:
+                raise OSError(self.failure, os.strerror(self.failure))
+        return os.preadv(fd, buffers, offset)
+
+
 @dataclass
 class FaultyFiles:
     """`OsFiles` that counts its calls and does to a chosen one what the test wants.

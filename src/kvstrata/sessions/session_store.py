@@ -18,6 +18,7 @@ from kvstrata.errors import KvstrataError, Reason, SessionError, StateError, Sto
 from kvstrata.sessions.names import folder_name
 from kvstrata.sessions.snapshots import Snapshot
 from kvstrata.store.catalog import Catalog
+from kvstrata.store.catalog_database import CatalogDamaged
 from kvstrata.store.collection import CollectOutcome, CollectResult
 from kvstrata.store.store import Store
 from kvstrata.tiers.filesystem import storage_error, write_fully
@@ -72,7 +73,9 @@ class SessionStore:
 
         The chunks are pinned before the manifest is there, so that nobody evicts them in between. Two
         processes that save at once get two sequences. Errors: `SessionError` with SESSION_NAME_INVALID;
-        `StoreError` with CHUNK_MISSING, STORE_READ_ONLY, STORE_FULL or STORE_IO, after which nothing is visible.
+        `StoreError` with CHUNK_MISSING, STORE_READ_ONLY, STORE_FULL or STORE_IO, after which nothing is visible, unless
+        only the disk did not confirm a manifest that is there. Once it is there, a catalog that cannot be written is no
+        failure: what it must learn, it learns later.
         """
         self.store.require_writable()
         folder = self._root / folder_name(context.namespace.tenant, name)
@@ -101,7 +104,9 @@ class SessionStore:
             raise storage_error(error, f"saving session {name!r} in {self.store.path}") from error
         finally:
             self.store.in_use.drop(chunks)
-            self.store.in_use.settle()
+            # Whether the session is there has been decided; leases that cannot be ended now end later.
+            with contextlib.suppress(KvstrataError, CatalogDamaged):
+                self.store.in_use.settle()
 
     def load(self, name: str, tenant: str = _DEFAULT_TENANT, sequence: int | None = None) -> Snapshot:
         """Read and verify the manifest of `name`, the latest unless `sequence` says otherwise. Its chunks are not read.

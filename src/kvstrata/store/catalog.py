@@ -30,6 +30,7 @@ from kvstrata.store.catalog_mirror import Lookup, Mark, Mirror, MirrorEntry, Rem
 from kvstrata.store.catalog_pins import Pins
 from kvstrata.store.catalog_rows import namespace_digest, packed_tokens, tenant_digest
 from kvstrata.store.catalog_schema import SPACE_USED
+from kvstrata.store.file_lock import LockPatience
 from kvstrata.store.owners import ProcessMark
 from kvstrata.store.rebuild import rebuild_catalog
 from kvstrata.store.recovery import RecoveryReport, count_aside, recover
@@ -73,7 +74,8 @@ class Catalog:
 
     durable: a committed row has reached the disk. read_only: nothing below `root` is written. max_bytes, zero_tenants:
     see `CatalogJournal`; tenants by name. progress: called with chunk files done and in all while a catalog is built.
-    mirror_bytes: most memory for remembered entries, token ids included. connect, now: injected.
+    mirror_bytes: most memory for remembered entries, token ids included. connect, now: injected. patience: for locks of
+    other processes; `LockPatience` says how long by default.
 
     Attributes:
         journal: what a `FileTier` writes through.
@@ -99,6 +101,7 @@ class Catalog:
         mirror_bytes: int = MIRROR_BYTES,
         connect: Connect = connect_sqlite,
         now: Callable[[], float] = time.time,
+        patience: LockPatience | None = None,
     ) -> None:
         self.root = root
         self.rebuilt = False
@@ -108,6 +111,7 @@ class Catalog:
         self._progress = progress
         self._connect = connect
         self._now = now
+        self._patience = patience
         self._touched: dict[bytes, tuple[float, int]] = {}
         self._touching = threading.Lock()
         self._ballast = Ballast(root)
@@ -119,7 +123,7 @@ class Catalog:
                 self._mark = ProcessMark(root)
                 self._database.reopened = self._register
                 self._database.write(self._register, frees=True)
-            self._counter = RemovalCounter(root, read_only=read_only)
+            self._counter = RemovalCounter(root, read_only=read_only, patience=patience)
             self.mirror = Mirror(self._counter, self._fetch, self._removed_since, mirror_bytes)
             self.journal = CatalogJournal(
                 self._database,
@@ -204,11 +208,17 @@ class Catalog:
         self.flush()
 
         def query(database: sqlite3.Connection) -> list[tuple[Candidate, str]]:
-            rows = database.execute(
-                "SELECT digest, parent, file_bytes, created, last_used, uses FROM chunks"
-                " WHERE state = 'published' ORDER BY last_used, id"
-            )
-            return [(Candidate(*row), self.pins.reason_to_keep(database, row[0])) for row in rows.fetchall()]
+            judge = self.pins.judge()
+            found: dict[bytes, tuple[Candidate, str]] = {}
+            for chunk, *row in database.execute(
+                "SELECT c.digest, c.parent, c.file_bytes, c.created, c.last_used, c.uses,"
+                " o.name, o.process, o.pid, p.expires"
+                " FROM chunks c LEFT JOIN pins p ON p.chunk = c.digest LEFT JOIN owners o ON o.id = p.owner"
+                " WHERE c.state = 'published' ORDER BY c.last_used, c.id"
+            ):
+                candidate, words = found.get(chunk) or (Candidate(chunk, *row[:5]), "")
+                found[chunk] = (candidate, words or judge(*row[5:]))
+            return list(found.values())
 
         return self._database.read(query)
 
@@ -283,6 +293,7 @@ class Catalog:
                 read_only=read_only,
                 heal=None if read_only else self._rebuild,
                 connect=self._connect,
+                patience=self._patience,
             )
 
         try:
@@ -304,6 +315,7 @@ class Catalog:
             progress=self._progress,
             connect=self._connect,
             now=self._now,
+            patience=self._patience,
         )
 
     def _register(self, database: sqlite3.Connection) -> None:

@@ -18,6 +18,8 @@ from typing import TypeVar
 from kvstrata.errors import Reason, StateError, StoreError
 from kvstrata.store.ballast import Ballast
 from kvstrata.store.catalog_schema import APPLICATION_ID, SCHEMA_VERSION
+from kvstrata.store.file_lock import LockPatience, lock_file
+from kvstrata.tiers.filesystem import storage_error
 
 __all__ = ["CATALOG_NAME", "CatalogDamaged", "Connect", "Database", "alone_at_gate", "connect_sqlite", "translated"]
 
@@ -57,14 +59,24 @@ class CatalogDamaged(Exception):  # noqa: N818 - the thing, not the event, is na
 
 
 @contextlib.contextmanager
-def alone_at_gate(root: Path) -> Iterator[None]:
-    """No process commits to the catalog below `root` while this is held. Blocks. Errors: `OSError`."""
-    gate = os.open(root / GATE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def alone_at_gate(root: Path, patience: LockPatience | None = None) -> Iterator[None]:
+    """No process commits to the catalog below `root` while this is held. Blocks, no longer than `patience`.
+
+    Errors: `StoreError`, with STORE_BUSY when the time is up.
+    """
+    gate = _open_gate(root)
     try:
-        fcntl.flock(gate, fcntl.LOCK_EX)
+        lock_file(gate, fcntl.LOCK_EX, root / GATE_NAME, patience or LockPatience())
         yield
     finally:
         os.close(gate)
+
+
+def _open_gate(root: Path) -> int:
+    try:
+        return os.open(root / GATE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise storage_error(error, f"opening {root / GATE_NAME}") from error
 
 
 def connect_sqlite(uri: str) -> sqlite3.Connection:
@@ -76,7 +88,8 @@ class Database:
     """The catalog's database below `root`, which must exist and belong to the store named `store`.
 
     durable: a committed transaction has reached the disk. read_only: nothing is written, not even beside the file.
-    heal: called when the database turns out to be damaged; puts a sound one in its place.
+    heal: called when the database turns out to be damaged; puts a sound one in its place. patience: for the gate, which
+    is closed while another process does that.
     Errors: `CatalogDamaged`, `StoreError`.
     """
 
@@ -89,6 +102,7 @@ class Database:
         heal: Callable[[], None] | None = None,
         read_only: bool = False,
         connect: Connect = connect_sqlite,
+        patience: LockPatience | None = None,
     ) -> None:
         self.path = root / CATALOG_NAME
         self.read_only = read_only
@@ -105,8 +119,9 @@ class Database:
         self._writer: sqlite3.Connection | None = None
         self._reader: sqlite3.Connection | None = None
         self._gate: int | None = None
+        self._patience = patience or LockPatience()
         if not read_only:
-            self._gate = os.open(root / GATE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._gate = _open_gate(root)
         try:
             self._open_spending()
         except BaseException:
@@ -160,7 +175,7 @@ class Database:
         if self._gate is None or self._writer is None:
             raise _closed(self.path)
         # Whoever puts another database in the place of this one holds the gate alone: no commit goes to a dead file.
-        fcntl.flock(self._gate, fcntl.LOCK_SH)
+        lock_file(self._gate, fcntl.LOCK_SH, self.path.with_name(GATE_NAME), self._patience)
         try:
             if self._moved():
                 self._reopen()

@@ -75,7 +75,7 @@ class CatalogJournal:
         self._zero_tenants = frozenset(zero_tenants)
         self._reclaim = reclaim
         self._now = now
-        self._unsettled: dict[int, tuple[bytes, Callable[[sqlite3.Connection], None]]] = {}
+        self._unsettled: dict[int, tuple[bytes | None, Callable[[sqlite3.Connection], None]]] = {}
         self._unsettled_lock = threading.Lock()
         self.make_room: Callable[[int, ChunkIdentity | None], None] | None = None
 
@@ -122,7 +122,7 @@ class CatalogJournal:
                 return None
             return change(database)
 
-        self._settle_unsettled()
+        self.settle_left()
         # An intent that a power failure takes leaves a temporary file that no row names, which goes just as well.
         transaction = self._database.write(reserve, lazy=True)
         if transaction is None:
@@ -185,7 +185,7 @@ class CatalogJournal:
             # What stays behind is resolved by the next write, or by whoever recovers after this process.
             with self._unsettled_lock:
                 self._unsettled[transaction] = (identity.digest, change)
-        self._settle_unsettled()
+        self.settle_left()
         for _, identity in intents:
             self._mirror.forget(identity.digest)
 
@@ -199,16 +199,25 @@ class CatalogJournal:
             self.discard_temporary(found[0], zero=True)
         database.execute(_END_INTENT, known)
 
-    def _settle_unsettled(self) -> None:
+    def settle_soon(self, transaction: int, change: Callable[[sqlite3.Connection], None]) -> None:
+        """Run `change`, which ends the intent `transaction` and removes no chunk, now or ahead of the next write."""
+        with self._unsettled_lock:
+            self._unsettled[transaction] = (None, change)
+        self.settle_left()
+
+    def settle_left(self) -> None:
         """Give back what earlier writes could not: their bytes would count against the cap while this process lives."""
         with self._unsettled_lock:
             waiting = list(self._unsettled.items())
         for transaction, (chunk, change) in waiting:
             with contextlib.suppress(KvstrataError, OSError, CatalogDamaged):
-                with self._counter.guard() as announce:
-                    announce()
+                if chunk is None:
                     self._database.write(change, frees=True)
-                self._mirror.forget(chunk)
+                else:
+                    with self._counter.guard() as announce:
+                        announce()
+                        self._database.write(change, frees=True)
+                    self._mirror.forget(chunk)
                 with self._unsettled_lock:
                     self._unsettled.pop(transaction, None)
 

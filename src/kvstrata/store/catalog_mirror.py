@@ -20,6 +20,7 @@ from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 
+from kvstrata.store.file_lock import LockPatience, lock_file
 from kvstrata.tiers.filesystem import storage_error
 
 __all__ = ["COUNTER_NAME", "Lookup", "Mirror", "MirrorEntry", "RemovalCounter"]
@@ -59,15 +60,17 @@ class MirrorEntry:
 
 class RemovalCounter:
     """Eight bytes below `root` that all processes map. Without the file, or where it cannot be mapped, the count stays
-    odd: nothing remembered is trusted then."""
+    odd: nothing remembered is trusted then. patience: for others who remove."""
 
-    def __init__(self, root: Path, *, read_only: bool) -> None:
+    def __init__(self, root: Path, *, read_only: bool, patience: LockPatience | None = None) -> None:
+        self._path = root / COUNTER_NAME
+        self._patience = patience or LockPatience()
         self._lock = threading.Lock()
         self._fd: int | None = None
         self._view: memoryview | None = None
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
         try:
-            self._fd = os.open(root / COUNTER_NAME, flags | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
             if not read_only and os.fstat(self._fd).st_size < 8:
                 os.ftruncate(self._fd, 8)
             # Written as a file: a store into a mapped page that a full disk cannot hold would kill the process.
@@ -84,8 +87,11 @@ class RemovalCounter:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[Callable[[], None]]:
-        """Around every transaction that may remove, over all processes; blocks. It calls what this yields before it
-        commits a removal. Errors of that call: `StoreError` where the disk does not take the count."""
+        """Around every transaction that may remove, over all processes; blocks, no longer than its patience. It calls
+        what this yields before it commits a removal.
+
+        Errors: `StoreError` with STORE_BUSY when the time is up; of that call: where the disk does not take the count.
+        """
         with self._lock:
             assert self._fd is not None
             assert self._view is not None
@@ -99,7 +105,7 @@ class RemovalCounter:
                     raise storage_error(error, "counting a removal") from error
                 announced = True
 
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            lock_file(fd, fcntl.LOCK_EX, self._path, self._patience)
             try:
                 yield announce
             finally:

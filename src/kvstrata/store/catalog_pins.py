@@ -30,6 +30,7 @@ class SessionClaim:
 
     transaction: int = 0
     owner: int = 0
+    temporary: str = ""
     taken: bool = False
     missing: tuple[bytes, ...] = ()
 
@@ -112,6 +113,7 @@ class Pins:
                 database.execute("DELETE FROM pins WHERE owner = ?", found)
                 database.execute("DELETE FROM owners WHERE id = ?", found)
 
+        self._journal.settle_left()
         self._database.write(change, frees=True)
 
     def pinned_by(self, owner: str) -> frozenset[bytes]:
@@ -125,12 +127,27 @@ class Pins:
             "SELECT o.name, o.process, o.pid, p.expires FROM pins p JOIN owners o ON o.id = p.owner WHERE p.chunk = ?",
             (chunk,),
         )
-        for name, process, pid, expires in rows:
+        judge = self.judge()
+        return next((words for row in rows if (words := judge(*row))), "")
+
+    def judge(self) -> Callable[[str | None, str, int, float | None], str]:
+        """Of a pin's owner, its process, that one's id and the expiry: why it is in force, in words, or the empty
+        string. Asks about each process once, so it is good for one query; no owner is no pin."""
+        alive = {self._process(): True}
+
+        def reason(name: str | None, process: str, pid: int, expires: float | None) -> str:
+            if name is None:
+                return ""
             if expires is None:
                 return f"it is pinned by {name}"
-            if expires > self._now() and (process == self._process() or is_alive(self._root, process)):
-                return f"it is leased by process {pid}"
-        return ""
+            if expires > self._now():
+                if process not in alive:
+                    alive[process] = is_alive(self._root, process)
+                if alive[process]:
+                    return f"it is leased by process {pid}"
+            return ""
+
+        return reason
 
     def claim_session(
         self, folder: str, sequence: int, chunks: Collection[bytes], temporary: str, nbytes: int
@@ -154,24 +171,31 @@ class Pins:
                 "INSERT INTO intents(process, session, temporary, bytes) VALUES (?, ?, ?, ?)",
                 (self._process(), row, temporary, nbytes),
             )
-            outcome.append(SessionClaim(int(added.lastrowid or 0), row))
+            outcome.append(SessionClaim(int(added.lastrowid or 0), row, temporary))
             return outcome[0].transaction
 
         self._journal.reserve_bytes(nbytes, change)
         return outcome[0]
 
     def settle_session(self, claim: SessionClaim, nbytes: int | None) -> None:
-        """End what `claim_session` began: the manifest of `nbytes` is linked, or with `None` there is none."""
+        """End what `claim_session` began: the manifest of `nbytes` is linked, or with `None` there is none.
+
+        The manifest decides, not this: where the catalog cannot be written now it is done ahead of the next write, or
+        by whoever recovers after this process; the pins hold until then.
+        """
 
         def change(database: sqlite3.Connection) -> None:
-            database.execute("DELETE FROM intents WHERE id = ?", (claim.transaction,))
+            # Numbers begin anew in a database that was built anew, which has counted the manifests that are there.
+            known = (claim.transaction, claim.temporary)
+            if not database.execute("DELETE FROM intents WHERE id = ? AND temporary = ?", known).rowcount:
+                return
             if nbytes is None:
                 database.execute("DELETE FROM pins WHERE owner = ?", (claim.owner,))
                 database.execute("DELETE FROM owners WHERE id = ?", (claim.owner,))
             else:
                 database.execute("UPDATE owners SET bytes = ? WHERE id = ?", (nbytes, claim.owner))
 
-        self._database.write(change, frees=True)
+        self._journal.settle_soon(claim.transaction, change)
 
     def _add_session(self, database: sqlite3.Connection, owner: str) -> int:
         database.execute(

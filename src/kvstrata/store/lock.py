@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvstrata.errors import Reason, StoreError
+from kvstrata.store.file_lock import LockPatience, lock_file, try_lock
 
 __all__ = ["StoreLock"]
-
-_POLL_S = 0.02
 
 
 class StoreLock:
@@ -41,26 +39,20 @@ class StoreLock:
     ) -> None:
         """Take the shared lock; blocks while somebody deletes, `timeout_s` at most.
 
-        Errors: `StoreError` with STORE_BUSY when the time is up.
+        Errors: `StoreError` with STORE_BUSY when the time is up, STORE_IO where the file system has no locks.
         """
-        deadline = clock() + timeout_s
-        while not _try(self._fd, fcntl.LOCK_SH):
-            if clock() >= deadline:
-                raise StoreError(
-                    Reason.STORE_BUSY,
-                    f"{self._path} was locked for deletion for {timeout_s:g} s by {self.describe_holders()}",
-                    "wait for that process to end, or end it, then try again",
-                )
-            sleep(_POLL_S)
+        if self._fd is not None:
+            patience = LockPatience(timeout_s, clock, sleep)
+            lock_file(self._fd, fcntl.LOCK_SH, self._path, patience, lambda: f"{self.describe_holders()}, to delete")
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
         """Try to be alone, without waiting; yields whether that was granted. Afterwards the lock is shared again."""
-        if self._fd is None or not _try(self._collect_fd, fcntl.LOCK_EX):
+        if self._fd is None or not self._try(self._collect_fd, fcntl.LOCK_EX):
             yield False
             return
         try:
-            alone = _try(self._fd, fcntl.LOCK_EX)
+            alone = self._try(self._fd, fcntl.LOCK_EX)
             try:
                 if not alone:
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
@@ -68,7 +60,7 @@ class StoreLock:
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_SH)
         finally:
-            _try(self._collect_fd, fcntl.LOCK_UN)
+            self._try(self._collect_fd, fcntl.LOCK_UN)
 
     def holders(self) -> tuple[int, ...]:
         """Process ids that hold the lock, this process aside, as far as the system tells."""
@@ -95,6 +87,9 @@ class StoreLock:
         self._close(self._collect_fd)
         self._fd = self._collect_fd = None
 
+    def _try(self, fd: int | None, operation: int) -> bool:
+        return fd is None or try_lock(fd, operation, self._path)
+
     @staticmethod
     def _close(fd: int | None) -> None:
         if fd is not None:
@@ -108,13 +103,3 @@ def _open(path: Path, create: bool) -> int | None:
         if create:
             raise
         return None
-
-
-def _try(fd: int | None, operation: int) -> bool:
-    if fd is None:
-        return True
-    try:
-        fcntl.flock(fd, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -55,7 +55,8 @@ def is_alive(root: Path, process: str) -> bool:
         return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
+        # Held, or the file system cannot tell: what a living process needs must not go.
         return True
     finally:
         os.close(fd)

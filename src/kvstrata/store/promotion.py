@@ -14,7 +14,7 @@ from kvstrata.contract.capability import DEVICE
 from kvstrata.contract.layout import SegmentLayout
 from kvstrata.contract.states import ResidencyState, SlotState
 from kvstrata.cost.credits import Credits, shortage
-from kvstrata.cost.service_rates import Direction, ServiceObservation
+from kvstrata.cost.service_rates import Direction
 from kvstrata.errors import DamagedError, Reason, StateError, StoreError
 from kvstrata.ports import Clock
 from kvstrata.store.buffers import used_pages
@@ -22,6 +22,7 @@ from kvstrata.store.credit_pool import CreditPool
 from kvstrata.store.destinations import Destination, SlotDestination
 from kvstrata.store.directory import ChunkRecord, Directory
 from kvstrata.store.host_cache import HostCache
+from kvstrata.store.measured_rate import MeasuredRate
 from kvstrata.store.open_chunks import OpenChunks
 from kvstrata.store.segment_copier import SegmentCopier
 from kvstrata.store.service_ledger import ServiceLedger
@@ -45,6 +46,11 @@ from kvstrata.tiers.memory import Grant
 __all__ = ["Arrival", "Batch", "OpenChunks", "Promoter", "Promotion"]
 
 _QUEUE_ENTRIES = 256
+_NEXT_STEPS = {
+    Reason.CREDIT_PRESSURE: "try the step again, or pass more credits",
+    Reason.QUEUE_FULL: "try the step again, or pass more credits",
+    Reason.DEADLINE: "pass a longer read_timeout_s, or put the store on a faster disk",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +106,19 @@ class _Slots(SlotDestination):
 
 
 class _Copier(SegmentCopier):
-    """Asks the host tier first, then the files."""
+    """Asks the host tier first, then the files. rate: where the time of what came from files alone is noted."""
 
-    def __init__(self, files: OpenChunks, host: HostCache | None) -> None:
+    def __init__(self, files: OpenChunks, host: HostCache | None, clock: Clock, rate: MeasuredRate | None) -> None:
         super().__init__(files)
         self._files = files
         self._host = host
+        self._clock = clock
+        self._rate = rate
 
     def read(self, order: CopyOrder) -> CopyEvent:
         slots, layout, nbytes = order.into, order.unit.layout, 0
         assert isinstance(slots, _Slots)
-        backing = slots.arena.backing
+        backing, began = slots.arena.backing, self._clock()
         for item in slots.items:
             slot, tokens = item.grant.slot, len(item.record.identity.token_ids)
             buffers = used_pages(backing.writable(slot), layout, tokens)
@@ -121,6 +129,9 @@ class _Copier(SegmentCopier):
                 slots.host_bytes += loaded
             nbytes += loaded
             backing.flush(slot)
+        if self._rate is not None and not slots.host_bytes:
+            # Here and not when somebody takes the rows over: what comes too late is measured as well.
+            self._rate.note(nbytes, self._clock() - began)
         return CopyEvent(order.generation, nbytes, layout)
 
     def _read_file(self, item: Promotion, layout: SegmentLayout, buffers: Sequence[memoryview]) -> int:
@@ -151,17 +162,10 @@ class Batch:
     A reader that is late keeps its slots until it has acknowledged, however long that takes; nobody else gets them.
     """
 
-    def __init__(
-        self,
-        queue: TransferQueue,
-        items: Sequence[Promotion],
-        timeout_s: float,
-        note: Callable[[Arrival], None] = lambda arrival: None,
-    ) -> None:
+    def __init__(self, queue: TransferQueue, items: Sequence[Promotion], timeout_s: float) -> None:
         self.items = items
         self.waiters: list[Waiter] = []
         self._queue = queue
-        self._note = note
         self._timeout_s = timeout_s
 
     @property
@@ -182,9 +186,7 @@ class Batch:
         receipts = [result.receipt for result in results]
         host = sum(waiter.destination.host_bytes for waiter in self.waiters if isinstance(waiter.destination, _Slots))
         read_s = sum(each.service_s for each in receipts)
-        arrival = Arrival(sum(each.requested_bytes for each in receipts), host, read_s)
-        self._note(arrival)
-        return arrival
+        return Arrival(sum(each.requested_bytes for each in receipts), host, read_s)
 
     def abandon(self) -> None:
         """Give the slots back once the readers have acknowledged. Blocks for that, but not past the deadline: segments
@@ -221,7 +223,8 @@ class Promoter:
 
     timeout_s: longest time for a batch. host: a tier in between, which is asked first and keeps what passes through.
     credits: what may be on its way at once; by default as much as the arena holds. deliver: as for `TransferQueue`.
-    rates: where the time of reads is noted. source: name of the tier that is read.
+    rates: where the time of reads is noted; a read that at the measured rate cannot arrive in time is refused. source:
+    name of the tier that is read.
     """
 
     def __init__(
@@ -242,12 +245,17 @@ class Promoter:
         self.files = OpenChunks(tier)
         self.readers = readers
         self._timeout_s = timeout_s
-        self._rates = rates
         self.source = tier.capability.tier
+        rate = None if rates is None else MeasuredRate(rates, self.source, Direction.READ, clock)
         arena = directory.arena.slots * directory.arena.slot_bytes
         self.pool = CreditPool(credits or Credits(arena, arena, arena, _QUEUE_ENTRIES))
         self.queue = TransferQueue(
-            f"{self.source} -> {DEVICE}", self.pool, _Copier(self.files, host), clock=clock, deliver=deliver
+            f"{self.source} -> {DEVICE}",
+            self.pool,
+            _Copier(self.files, host, clock, rate),
+            rate=rate or (lambda: None),
+            clock=clock,
+            deliver=deliver,
         )
         self._workers = TransferWorkers(self.queue, readers) if readers else None
         if self._workers is not None:
@@ -275,12 +283,13 @@ class Promoter:
         return shortage(self.pool.free, Credits(nbytes, staging, nbytes, entries)) is None
 
     def start(self, promotions: Sequence[Promotion]) -> Batch:
-        """Begin reading into the reserved slots. Does not block.
+        """Begin reading into the reserved slots. Blocks while credits are short and readers are about to give some
+        back, but not past the deadline of the read, which begins now.
 
-        Errors: `StoreError` with CREDIT_PRESSURE, QUEUE_FULL or CLOSED when the queue does not take them; their slots
-        are given back then.
+        Errors: `StoreError` with CREDIT_PRESSURE, QUEUE_FULL, DEADLINE or CLOSED when the queue does not take them;
+        their slots are given back then.
         """
-        batch = Batch(self.queue, promotions, self._timeout_s, self._note)
+        batch = Batch(self.queue, promotions, self._timeout_s)
         share = max(1, -(-len(promotions) // max(1, self.readers)))
         deadline = self.queue.clock() + self._timeout_s
         for start in range(0, len(promotions), share):
@@ -288,13 +297,18 @@ class Promoter:
             for item in items:
                 self.directory.advance(item.record, item.layer, ResidencyState.COPY_IN)
             answer = self.queue.submit(
-                self._unit(items), self._bytes(items), _Slots(self.directory, items), deadline=deadline
+                self._unit(items),
+                self._bytes(items),
+                _Slots(self.directory, items),
+                deadline=deadline,
+                wait_s=deadline - self.queue.clock() if self.readers else 0.0,
+                while_busy=True,
             )
             if isinstance(answer, Refusal):
                 for item in promotions[start:]:
                     self.directory.abandon(item.record, item.layer, item.grant)
                 batch.abandon()
-                raise StoreError(answer.reason, answer.detail, "try the step again, or pass more credits")
+                raise StoreError(answer.reason, answer.detail, _NEXT_STEPS.get(answer.reason, "open the memory again"))
             batch.waiters.append(answer)
         return batch
 
@@ -317,11 +331,6 @@ class Promoter:
         if self._workers is not None:
             self._workers.stop(self._timeout_s)
         self.files.close()
-
-    def _note(self, arrival: Arrival) -> None:
-        if self._rates is not None and not arrival.host_bytes and arrival.nbytes and arrival.read_s > 0:
-            observation = ServiceObservation(self.source, Direction.READ, arrival.nbytes, arrival.read_s)
-            self._rates.record(observation)
 
     def _unit(self, items: Sequence[Promotion]) -> UnitKey:
         context = items[0].record.identity.context

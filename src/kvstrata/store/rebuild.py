@@ -26,6 +26,7 @@ from kvstrata.store.catalog_database import (
 )
 from kvstrata.store.catalog_rows import find_row, insert_rows
 from kvstrata.store.catalog_schema import SCHEMA
+from kvstrata.store.file_lock import LockPatience
 from kvstrata.store.manifests import named_chunks, session_manifests
 from kvstrata.store.owners import FOLDER
 from kvstrata.tiers.files import ChunkFile, FileTier
@@ -47,14 +48,15 @@ def rebuild_catalog(
     progress: Progress = lambda done, total: None,
     connect: Connect = connect_sqlite,
     now: Callable[[], float] = time.time,
+    patience: LockPatience | None = None,
 ) -> bool:
     """Put a new catalog of the store named `store` in the place of the database with the inode `seen` (0 for none).
 
-    Blocks until no process writes, and keeps others from writing. Does nothing, and returns `False`, when another
-    process was faster. progress: called with chunk files done and in all. Errors: `StoreError`.
+    Blocks until no process writes, `patience` at most, and keeps others from writing. Does nothing, and returns
+    `False`, when another process was faster. progress: called with chunk files done and in all. Errors: `StoreError`.
     """
     path = root / CATALOG_NAME
-    with alone_at_gate(root):
+    with alone_at_gate(root, patience):
         try:
             return _rebuild_alone(root, path, store, files, seen, progress, connect, now)
         except StoreError:

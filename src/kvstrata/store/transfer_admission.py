@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -85,9 +86,11 @@ class Admission:
         if self._queue.closed:
             return Refusal(Reason.CLOSED, f"the queue {self._queue.direction} is closed")
         needed = 0.0
-        if self._queue.rate is not None and joined is None:
+        rate = self._queue.rate() if joined is None and left < math.inf else None
+        if rate is not None:
             ahead = sum(each.nbytes for each in self._book.transfers.values() if not each.landed)
-            needed = estimate(self._queue.rate, nbytes, ahead / self._queue.rate.bytes_per_s, cross_numa=cross_numa)
+            queued = ahead / (rate.bytes_per_s * max(1, self._queue.workers))
+            needed = estimate(rate, nbytes, queued, cross_numa=cross_numa)
         if left > needed:
             return None
         return Refusal(

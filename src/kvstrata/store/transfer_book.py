@@ -40,6 +40,7 @@ class TransferBook:
         self.counts: Counter[str] = Counter()
         self.queue_s = 0.0
         self.service_s = 0.0
+        self.waited_s = 0.0
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
 

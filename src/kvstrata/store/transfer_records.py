@@ -175,8 +175,9 @@ class DirectionTotals:
 
     requested_bytes: by all admitted requests. moved_bytes: by the copier, those that came to nothing included.
     coalesced_bytes: requests served by somebody else's read. requests, transfers: admitted, and backend reads they
-    needed. refused: not admitted. ready, cancelled, late, failed: ends of requests. stale, duplicates: completions that
-    were not applied. queue_s, service_s: summed over transfers.
+    needed. refused: not admitted. waited, waited_s: had to wait for credits, and how long. ready, cancelled, late,
+    failed: ends of requests. stale, duplicates: completions that were not applied. queue_s, service_s: summed over
+    transfers.
     """
 
     requests: int = 0
@@ -193,3 +194,5 @@ class DirectionTotals:
     coalesced_bytes: int = 0
     queue_s: float = 0.0
     service_s: float = 0.0
+    waited: int = 0
+    waited_s: float = 0.0

@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from kvstrata.contract.states import TransferState, WaiterState
 from kvstrata.cost.credits import Credit, Credits, PathRate, shortage
@@ -39,15 +40,16 @@ from kvstrata.store.transfer_state import Transfer, Waiter
 
 __all__ = ["Copier", "TransferQueue"]
 
+_LOOK_S = 0.05
 _CUT_SHORT = frozenset({TransferState.COPYING, TransferState.COPIED, TransferState.CANCELLED, TransferState.FAILED})
 
 
 class TransferQueue:
     """Transfers of one direction, e.g. `files -> device`. Thread-safe.
 
-    pool: its credits; the queue holds as many requests as the pool has queue entries. copier: see `Copier`. rate: of
-    the path, as measured; without it no deadline is refused ahead of time. clock: for deadlines and receipts. deliver:
-    how a copier's acknowledgement reaches `complete`, for injecting faults.
+    pool: its credits; the queue holds as many requests as the pool has queue entries. copier: see `Copier`. rate: tells
+    the rate of one worker on the path, as measured; while it tells none no deadline is refused ahead of time. clock:
+    for deadlines and receipts. deliver: how a copier's acknowledgement reaches `complete`, for injecting faults.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class TransferQueue:
         pool: CreditPool,
         copier: Copier,
         *,
-        rate: PathRate | None = None,
+        rate: Callable[[], PathRate | None] = lambda: None,
         clock: Clock = time.perf_counter,
         deliver: Callable[[Callable[[CopyEvent], Acknowledgement], CopyEvent], object] | None = None,
     ) -> None:
@@ -78,7 +80,13 @@ class TransferQueue:
     def totals(self) -> DirectionTotals:
         """What was done so far."""
         with self.lock:
-            return DirectionTotals(**dict(self.book.counts), queue_s=self.book.queue_s, service_s=self.book.service_s)
+            book = self.book
+            return replace(
+                DirectionTotals(**dict(book.counts)),
+                queue_s=book.queue_s,
+                service_s=book.service_s,
+                waited_s=book.waited_s,
+            )
 
     @property
     def pending(self) -> int:
@@ -90,6 +98,11 @@ class TransferQueue:
         """Whether `start` may find something."""
         return bool(self.book.queue)
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is queued or being copied, so that credits may come back without anybody's `finish`."""
+        return bool(self.book.queue or self.book.copying)
+
     def submit(
         self,
         unit: UnitKey,
@@ -98,15 +111,17 @@ class TransferQueue:
         *,
         deadline: float = math.inf,
         wait_s: float = 0.0,
+        while_busy: bool = False,
         cross_numa: bool = False,
         then: Callable[[Waiter], None] | None = None,
     ) -> Waiter | Refusal:
         """Admit one request, or join the read of the same `unit` (`nbytes` of payload) that is queued or under way.
 
-        Blocks for credits at most `wait_s`; by default it does not block. On a refusal the destination stays the
-        caller's. Errors: `ConfigurationError` when the unit is under way with another size.
+        Blocks for credits at most `wait_s` by the queue's clock; by default it does not block. while_busy: nor when
+        nothing is being copied, for a caller that holds what has landed himself. On a refusal the destination stays
+        the caller's. Errors: `ConfigurationError` when the unit is under way with another size.
         """
-        began = self.clock()
+        began, waiting = self.clock(), False
         while True:
             seen = self.pool.releases
             with self.lock:
@@ -115,8 +130,19 @@ class TransferQueue:
                 return answer
             waited = self.clock() - began
             needed = Credits(nbytes, destination.nbytes, nbytes, 1)
-            if shortage(self.pool.total, needed) or waited >= wait_s or not self.pool.wait(seen, wait_s - waited):
-                return self._admission.refuse(answer, nbytes, destination.nbytes, self.clock() - began)
+            idle = while_busy and not self.busy and self.pool.releases == seen
+            if idle or shortage(self.pool.total, needed) or waited >= wait_s:
+                return self._admission.refuse(answer, nbytes, destination.nbytes, waited)
+            with self.lock:
+                self.book.counts["waited"] += not waiting
+            waiting = True
+            # By the queue's clock, which may not be the system's: it is looked at again every now and then.
+            released = self.pool.wait(seen, min(wait_s - waited, _LOOK_S))
+            until_now = self.clock() - began
+            with self.lock:
+                self.book.waited_s += until_now - waited
+            if not released and until_now >= wait_s:
+                return self._admission.refuse(answer, nbytes, destination.nbytes, until_now)
 
     def start(self, *, thread: int | None = None) -> CopyOrder | None:
         """Take the next read, or `None` when nothing is to be done. Whoever takes it must `complete` it once.

@@ -65,3 +65,5 @@ def test_credits_that_no_chunk_fits_are_refused(tiny_llama: Callable[..., Any], 
     model = tiny_llama(layers=LAYERS)
     with pytest.raises(ConfigurationError, match="publish_credits"):
         attach(model, tmp_path / "store", parts=MemoryParts(publish_credits=Credits(1, 1, 1, 1)))
+    with Store(tmp_path / "store") as store:
+        assert store.collect(()).reason is None, "the store that was opened for it is closed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -145,8 +146,10 @@ def attach(
     kernel = DecodeAttention(layout, threads=threads, level=kernel_level)
     buffers = PrefillWorkspace(layout, prefill_chunk, device=module.device)
     opened = store if isinstance(store, Store) else Store(store)
-    try:
-        return Memory(
+    with contextlib.ExitStack() as undo:
+        if owns:
+            undo.callback(opened.close)
+        memory = Memory(
             module,
             opened,
             context,
@@ -168,10 +171,8 @@ def attach(
             cost_gate=CostGateConfig() if cost_gate is True else cost_gate or None,
             policy=policy,
         )
-    except BaseException:
-        if owns:
-            opened.close()
-        raise
+        undo.pop_all()
+        return memory
 
 
 def parse_bytes(value: int | str, field: str = "budget") -> int:

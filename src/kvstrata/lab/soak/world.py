@@ -166,7 +166,7 @@ class World:
             "files -> bare",
             self.promoter.pool,
             SegmentCopier(OpenedEachTime(self.faulty)),
-            rate=PathRate(0.01, 100_000.0),
+            rate=lambda: PathRate(0.01, 100_000.0),
             clock=self.clock,
         )
         self.leases = LeaseTable(self.clock)
