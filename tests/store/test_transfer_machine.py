@@ -159,5 +159,21 @@ class Transfers(RuleBasedStateMachine):
         assert bench.balanced(published=ready)
 
 
+def test_bytes_that_came_through_a_slot_that_changed_hands_are_nobodys() -> None:
+    """The first of two equal requests loses its slot while it is being filled: the second must not take what is there."""
+    bench = Bench(slots=12, credits=ENOUGH)
+    first = bench.place([("owner", 0)])
+    waiter = bench.submit(2, first, deadline=math.inf)
+    order = bench.queue.start()
+    bench.arena.release(first.grants[0])
+    stranger = bench.arena.reserve("stranger")
+    assert stranger is not None
+    second = bench.place([("owner", 1)])
+    joined = bench.submit(2, second, deadline=math.inf)
+    bench.queue.complete(done(order))
+    assert waiter.poll().outcome is TransferOutcome.RECYCLED_DESTINATION
+    assert joined.poll().outcome is TransferOutcome.RECYCLED_DESTINATION
+
+
 TestTransfers = Transfers.TestCase
 TestTransfers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

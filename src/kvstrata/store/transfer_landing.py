@@ -14,6 +14,9 @@ from kvstrata.store.transfer_state import Transfer, Waiter
 __all__ = ["Copier", "Landing", "interrupted", "verdict"]
 
 
+_CHANGED_HANDS = (TransferOutcome.RECYCLED_DESTINATION, TransferOutcome.IDENTITY_MISMATCH)
+
+
 class Copier(Protocol):
     """What moves the bytes. May be slow, and may hang; the queue never waits for it longer than a waiter's deadline."""
 
@@ -65,11 +68,14 @@ class Landing:
         for waiter in waiting:
             if waiter is transfer.primary or waiter.state is not WaiterState.WAITING:
                 continue
-            found = waiter.destination.check()
+            found, source = waiter.destination.check(), transfer.primary.destination
             if found is TransferOutcome.READY:
-                self._copier.duplicate(transfer.primary.destination, waiter.destination)
-                self._book.counts["coalesced_bytes"] += transfer.nbytes
-                continue
+                self._copier.duplicate(source, waiter.destination)
+                # Asked after the copy: what lay in a slot that changed hands before or during it is anybody's.
+                found = source.check()
+                if found not in _CHANGED_HANDS:
+                    self._book.counts["coalesced_bytes"] += transfer.nbytes
+                    continue
             with self._book.lock:
                 if waiter.state is WaiterState.WAITING:
                     self._book.end(waiter, found)
