@@ -160,7 +160,7 @@ class Transfers(RuleBasedStateMachine):
 
 
 def test_bytes_that_came_through_a_slot_that_changed_hands_are_nobodys() -> None:
-    """The first of two equal requests loses its slot while it is being filled: the second must not take what is there."""
+    """The first of two equal requests loses its slot while it is being filled: the second takes nothing from there."""
     bench = Bench(slots=12, credits=ENOUGH)
     first = bench.place([("owner", 0)])
     waiter = bench.submit(2, first, deadline=math.inf)
