@@ -6,7 +6,7 @@ import pytest
 from transfer_parts import StandingClock
 
 from kvstrata.cost.credits import PathRate
-from kvstrata.cost.service_rates import Direction, ServiceRates
+from kvstrata.cost.service_rates import Direction
 from kvstrata.store.measured_rate import MeasuredRate
 from kvstrata.store.service_ledger import ServiceLedger
 
@@ -28,32 +28,43 @@ def test_the_rate_is_the_ledgers_once_it_rests_on_eight_transfers() -> None:
     assert ledger.rates().get("files", Direction.WRITE) is None
 
 
-def test_it_is_fitted_anew_after_eight_more_and_not_for_every_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, clock, fits = ServiceLedger(window=8), StandingClock(), list[int]()
-    real = ledger.rates
-
-    def rates() -> ServiceRates:
-        fits.append(1)
-        return real()
-
-    monkeypatch.setattr(ledger, "rates", rates)
+def test_it_is_fitted_anew_after_eight_more_from_the_latest_sixteen() -> None:
+    ledger, clock = ServiceLedger(), StandingClock()
     rate = MeasuredRate(ledger, "files", Direction.READ, clock)
-    for speed, expected in ((100.0, 100.0), (400.0, 400.0)):
-        for _ in range(8):
+    for speed, expected in ((100.0, 100.0), (400.0, 250.0), (400.0, 400.0)):
+        for count in range(8):
+            before = rate()
             rate.note(1000, 1000 / speed)
-        assert [rate() for _ in range(20)] == [PathRate(0.0, expected)] * 20
-    assert len(fits) == 2
+            assert rate() is before or count == 7
+        assert rate() == PathRate(0.0, expected)
+    everything = ledger.rates().get("files", Direction.READ)
+    assert everything is not None
+    assert everything.observations == 24
+
+
+def test_what_others_noted_in_the_ledger_refuses_nothing() -> None:
+    """It may be of another time, or of another memory."""
+    ledger, clock = ServiceLedger(), StandingClock()
+    theirs, ours = (MeasuredRate(ledger, "files", Direction.READ, clock) for _ in range(2))
+    for _ in range(64):
+        theirs.note(1000, 100.0)
+    for _ in range(8):
+        ours.note(1000, 1.0)
+    assert (theirs(), ours()) == (PathRate(0.0, 10.0), PathRate(0.0, 1000.0))
 
 
 def test_an_old_measurement_refuses_nothing() -> None:
     """Else a path that was slow once would never be tried again."""
     clock = StandingClock()
     rate = MeasuredRate(ServiceLedger(), "files", Direction.READ, clock)
-    for _ in range(8):
+    for _ in range(16):
         rate.note(1000, 100.0)
     clock.now += 60.0
     assert rate() == PathRate(0.0, 10.0)
     clock.now += 1.0
     assert rate() is None
-    rate.note(1000, 100.0)
-    assert rate() == PathRate(0.0, 10.0)
+    for _ in range(7):
+        rate.note(1000, 1.0)
+        assert rate() is None
+    rate.note(1000, 1.0)
+    assert rate() == PathRate(0.0, 1000.0)

@@ -1,4 +1,4 @@
-"""The rate of one path as the store's ledger has it, for refusing what would be late."""
+"""The rate of one path as measured lately, for refusing what would be late."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kvstrata.store.service_ledger import ServiceLedger
 __all__ = ["MeasuredRate"]
 
 _LEAST = 8
-"""Observations before anything is refused, and between two fits: a fit takes about a millisecond."""
+"""Observations before anything is refused, and between two fits."""
+_WINDOW = 16
 _TRUSTED_S = 60.0
 
 
 class MeasuredRate:
-    """Notes transfers of `tier` in `ledger`, and tells how fast they are. Thread-safe; does not block.
+    """Notes transfers of `tier` in `ledger`, and tells how fast the latest sixteen were. Thread-safe; does not block.
 
-    There is no rate, and so no refusal, before eight transfers were noted, and when none was for a minute: what is
-    refused is not measured, and a path that has become fast again must not stay refused.
+    There is no rate, and so no refusal, before eight transfers were noted. When none was for a minute, all are
+    forgotten: what is refused is not measured, and a path that has become fast again must not stay refused.
     """
 
     def __init__(self, ledger: ServiceLedger, tier: str, direction: Direction, clock: Clock) -> None:
@@ -29,6 +30,7 @@ class MeasuredRate:
         self._direction = direction
         self._clock = clock
         self._lock = threading.Lock()
+        self._recent = ServiceLedger(_WINDOW)
         self._rate: PathRate | None = None
         self._noted = 0
         self._latest = 0.0
@@ -36,16 +38,20 @@ class MeasuredRate:
     def note(self, nbytes: int, seconds: float) -> None:
         """One transfer has ended; one of no bytes or no time says nothing."""
         if nbytes > 0 and seconds > 0:
-            self._ledger.record(ServiceObservation(self._tier, self._direction, nbytes, seconds))
+            observation = ServiceObservation(self._tier, self._direction, nbytes, seconds)
+            self._ledger.record(observation)
             with self._lock:
+                self._recent.record(observation)
                 self._noted += 1
                 self._latest = self._clock()
 
     def __call__(self) -> PathRate | None:
         """The rate in force."""
         with self._lock:
-            if self._noted >= _LEAST:
+            if self._clock() - self._latest > _TRUSTED_S:
+                self._recent, self._noted, self._rate = ServiceLedger(_WINDOW), 0, None
+            elif self._noted >= _LEAST:
                 self._noted = 0
-                found = self._ledger.rates().get(self._tier, self._direction, _LEAST)
+                found = self._recent.rates().get(self._tier, self._direction, _LEAST)
                 self._rate = None if found is None else PathRate(found.fixed_s, found.bytes_per_s)
-            return self._rate if self._clock() - self._latest <= _TRUSTED_S else None
+            return self._rate
