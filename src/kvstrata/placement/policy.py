@@ -85,8 +85,16 @@ class SelectionPolicy:
 
     @property
     def lineage(self) -> str:
-        """The lineage of rows computed under this policy, over exact rows or over others of the same lineage."""
+        """What the lineage of every row computed under this policy begins with."""
         return f"policy:{self.digest}"
+
+    def lineage_of(self, unique: str) -> str:
+        """The lineage of the rows of one sequence. unique: nobody else's, in any process.
+
+        The same tokens under the same policy are other rows where another part of them was a prompt, which is read
+        exactly: rows of two sequences are never taken for one another.
+        """
+        return f"{self.lineage}:{unique}"
 
     def budget_of(self, layer: int) -> SelectionBudget:
         """The budget of `layer`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,8 +225,8 @@ class Selecting:
     def end_step(self) -> SelectionReceipt:
         """The step's receipt. Rows that it computed have another lineage from now on, if it left any out."""
         receipt = self._log.receipt()
-        if receipt.chose:
-            self.history.turn_approximate(self.policy.lineage)
+        if receipt.chose and self.history.approximate_from is None:
+            self.history.turn_approximate(self.policy.lineage_of(secrets.token_hex(8)))
         if self._gate is not None:
             self._gate.end_step()
         return receipt
