@@ -56,7 +56,7 @@ class QuerySample:
     """Queries at evenly spaced positions of a prefill, at most `most` of them.
 
     Kept are the multiples of the smallest power of two that leaves few enough, so that the same rows remain however the
-    prefill was cut into steps.
+    prefill was cut into steps. Rows that come again replace those at and after their first position.
     """
 
     def __init__(self, most: int) -> None:
@@ -65,7 +65,8 @@ class QuerySample:
         self._rows: list[tuple[Tensor, Tensor]] = []
 
     def add(self, start: int, queries: Tensor) -> None:
-        """Take in copies of `queries` [query_heads, rows, head_dim] from position `start` on."""
+        """Take in copies of `queries` [query_heads, rows, head_dim] from position `start` on; later rows are gone."""
+        self._drop_from(start)
         positions = torch.arange(start, start + queries.shape[1], device=queries.device)
         self._rows.append(self._thinned(positions, queries))
         while sum(len(positions) for positions, _ in self._rows) > self.most:
@@ -86,6 +87,12 @@ class QuerySample:
     def nbytes(self) -> int:
         """Bytes of the kept queries."""
         return sum(queries.numel() * queries.element_size() for _, queries in self._rows)
+
+    def _drop_from(self, start: int) -> None:
+        kept = [(positions, queries, positions < start) for positions, queries in self._rows]
+        self._rows = [(positions[stays], queries[:, stays]) for positions, queries, stays in kept if bool(stays.any())]
+        if not self._rows:
+            self.stride = 1
 
     def _thinned(self, positions: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
         kept = positions % self.stride == 0

@@ -68,6 +68,7 @@ class Selecting:
         self._indexes: list[Index | None] = [None] * geometry.layers
         self._built = [False] * geometry.layers
         self._observed = [0] * geometry.layers
+        self._unsettled = set[int]()
         self._predicted: dict[int, tuple[Selection, float]] = {}
         self._outcomes: list[LayerOutcome | None] = []
         self._gates = gates
@@ -78,8 +79,8 @@ class Selecting:
         """The layers that choose in a step of `rows` rows; what was taken back since the last one is forgotten."""
         start = self.history.frontier
         cut = self.history.cut_at
-        self.history.cut_at = None
         self._rewind(start if cut is None else min(cut, start))
+        self.history.cut_at = None
         self.context.begin_step(start, rows)
         self._log.begin()
         self._predicted = {}
@@ -141,7 +142,8 @@ class Selecting:
         self.context.enter(layer)
         index = self._indexes[layer]
         assert index is not None
-        index = self._indexes[layer] = self.method.append(self.context, layer, index, rows)
+        with self._changing(layer):
+            index = self._indexes[layer] = self.method.append(self.context, layer, index, rows)
         times.append(self._clock())
         selection, speculated = self._predicted.pop(layer, (None, 0.0))
         if selection is None:
@@ -202,12 +204,15 @@ class Selecting:
         times = StageTimes()
         if outcome is not LayerOutcome.DENSE:
             if self._built[layer] and index is not None and index.frontier == rows.start:
-                index = self.method.append(self.context, layer, index, rows)
+                with self._changing(layer):
+                    index = self.method.append(self.context, layer, index, rows)
                 times = StageTimes(append=self._clock() - start)
             else:
-                index = self.method.observe(self.context, layer, index, rows)
+                with self._changing(layer):
+                    index = self.method.observe(self.context, layer, index, rows)
                 if self._observed[layer] == rows.start:
-                    self._observed[layer] = rows.stop
+                    # A method that gives its evidence up has seen nothing.
+                    self._observed[layer] = 0 if index is None else rows.stop
                 if outcome is LayerOutcome.BUILDING:
                     index = self.method.build(self.context, layer, index)
                     index.frontier = rows.stop
@@ -242,6 +247,7 @@ class Selecting:
         other.history = history
         other._indexes = copy.deepcopy(self._indexes)
         other._built, other._observed = list(self._built), list(self._observed)
+        other._unsettled = set(self._unsettled)
         other._predicted = {}
         other._attach(self.context.basis, self.context.view)
         return other
@@ -276,12 +282,29 @@ class Selecting:
             return LayerOutcome.BUILDING
         return LayerOutcome.COVERED if self.context.limit >= visible else None
 
+    @contextlib.contextmanager
+    def _changing(self, layer: int) -> Iterator[None]:
+        """In the block the index of `layer` is changed in place: half a change, after an interrupt, is none."""
+        self._unsettled.add(layer)
+        yield
+        self._unsettled.discard(layer)
+
+    def _forget(self, layer: int) -> None:
+        self._built[layer], self._observed[layer], self._indexes[layer] = False, 0, None
+        self._unsettled.discard(layer)
+
     def _rewind(self, frontier: int) -> None:
+        for layer in tuple(self._unsettled):
+            self._forget(layer)
         for layer, index in enumerate(self._indexes):
             self._observed[layer] = min(self._observed[layer], frontier)
             if index is not None and self._built[layer] and index.frontier > frontier:
-                shorter = self.method.truncate(index, frontier)
-                self._indexes[layer], self._built[layer] = shorter, shorter is not None
+                with self._changing(layer):
+                    shorter = self.method.truncate(index, frontier)
+                if shorter is None:
+                    self._forget(layer)
+                else:
+                    self._indexes[layer] = shorter
 
     def _capped(self, selection: Selection) -> LayerOutcome:
         budget = self.context.budget
