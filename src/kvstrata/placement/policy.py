@@ -85,8 +85,16 @@ class SelectionPolicy:
 
     @property
     def lineage(self) -> str:
-        """The lineage of rows computed under this policy, over exact rows or over others of the same lineage."""
+        """What all lineages begin with that rows computed under this policy have."""
         return f"policy:{self.digest}"
+
+    def lineage_of(self, run: str) -> str:
+        """The lineage of rows from the first choice of one history on. run: no other history's, without a slash.
+
+        Which rows the steps before left out depends on how these were cut and where the index was built: the same
+        tokens under the same policy make other rows in another history.
+        """
+        return f"{self.lineage}/{run}"
 
     def budget_of(self, layer: int) -> SelectionBudget:
         """The budget of `layer`."""

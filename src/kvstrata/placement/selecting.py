@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,12 +38,16 @@ from kvstrata.store.history import History
 __all__ = ["Selecting"]
 
 
+def _new_run() -> str:
+    return secrets.token_hex(8)
+
+
 class Selecting:
     """Selections of one history. Used by one thread: begin_step, then for every layer in order `ahead`, and `attend`
     or `after_exact`; then end_step, or abort_step.
 
     basis: what `Method.prepare` has made for the model. gates: makes what decides about every selection; without it,
-    each is accepted. shadow: compares answers with dense ones, or `None`.
+    each is accepted. shadow: compares answers with dense ones, or `None`. runs: names that nobody else has.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Selecting:
         basis: object = None,
         view: ModelView | None = None,
         gates: Callable[[RowAccess], StepGate] | None = None,
+        runs: Callable[[], str] = _new_run,
     ) -> None:
         self.policy = policy
         self.geometry = geometry
@@ -72,6 +78,7 @@ class Selecting:
         self._predicted: dict[int, tuple[Selection, float]] = {}
         self._outcomes: list[LayerOutcome | None] = []
         self._gates = gates
+        self._runs = runs
         self._computes_again = False
         self._attach(basis, view)
 
@@ -225,7 +232,7 @@ class Selecting:
         """The step's receipt. Rows that it computed have another lineage from now on, if it left any out."""
         receipt = self._log.receipt()
         if receipt.chose:
-            self.history.turn_approximate(self.policy.lineage)
+            self.history.turn_approximate(self.policy.lineage_of(self._runs()))
         if self._gate is not None:
             self._gate.end_step()
         return receipt
