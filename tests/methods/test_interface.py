@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +15,7 @@ from kvstrata.contract.method import GroupSharing, MethodContract, Owner
 from kvstrata.errors import ConfigurationError, Reason
 from kvstrata.methods import interface, selection
 from kvstrata.methods.indexless import IndexlessMethod
+from kvstrata.methods.infllm import InfLLM
 from kvstrata.methods.interface import (
     Geometry,
     Index,
@@ -24,6 +26,7 @@ from kvstrata.methods.interface import (
     require_member,
     require_positive,
 )
+from kvstrata.methods.quest import Quest
 from kvstrata.methods.selection import Selection
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "index.md"
@@ -144,3 +147,17 @@ def test_members_are_not_their_text() -> None:
     for value in ("max", None, GroupSharing.SUM, []):
         with pytest.raises(ConfigurationError, match=r"X\.s must be one of GroupSharing\.MAX, GroupSharing\.MEAN, got"):
             require_member("X.s", value, (GroupSharing.MAX, GroupSharing.MEAN))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Quest(page_size=10**9),
+        lambda: InfLLM(block_size=10**30),
+        lambda: InfLLM(cache_decay="x"),  # type: ignore[arg-type]
+        lambda: InfLLM(cache_decay=True),
+    ],
+)
+def test_settings_that_no_history_could_serve_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigurationError):
+        make()

@@ -247,3 +247,19 @@ def test_an_interrupted_last_holder_leaves_no_retired_slot(line: int) -> None:
             arena.let_go(grant)
     arena.reclaim(set())
     assert (arena.used_slots, arena.free_slots) == (0, 3)
+
+
+@pytest.mark.parametrize("line", range(1, 16))
+def test_an_interrupted_loan_stands_in_its_holders_account(line: int) -> None:
+    arena, loans = MemoryArena(SIZE, HostBacking(SIZE, 3)), list[Grant]()
+    grant = take(arena, "owner")
+
+    def borrow_and_return() -> None:
+        arena.hold(grant, "owner", loans)
+        arena.let_go(grant, loans)
+
+    interrupt(borrow_and_return, line)
+    while loans:
+        arena.let_go(loans[-1], loans)
+    arena.release(grant)
+    assert arena.used_slots == 0, "nobody holds it"

@@ -18,7 +18,7 @@ from kvstrata.errors import ConfigurationError, Reason, StateError, UnsupportedE
 from kvstrata.methods.choosing import Chosen, choose, share_scores
 from kvstrata.methods.infllm_index import InfLLMIndex, RepresentativeRule
 from kvstrata.methods.infllm_weights import weigh_all, weigh_chosen
-from kvstrata.methods.interface import Method, MethodContext, StepRows, require_positive
+from kvstrata.methods.interface import Method, MethodContext, StepRows, require_positive, require_unit_rows
 from kvstrata.methods.selection import NO_UNIT, Repositioned, Selection
 from kvstrata.methods.unit_cache import UnitCache, UnitCachePolicy
 
@@ -70,7 +70,7 @@ class InfLLM(Method[InfLLMIndex]):
     cache_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        require_positive("InfLLM.block_size", self.block_size)
+        require_unit_rows("InfLLM.block_size", self.block_size)
         require_positive("InfLLM.representatives", self.representatives)
         if self.top_k is not None:
             require_positive("InfLLM.top_k", self.top_k)

@@ -24,6 +24,7 @@ from kvstrata.methods.selection import Selection
 from kvstrata.ports import ModelView
 
 __all__ = [
+    "MAX_UNIT_ROWS",
     "Geometry",
     "Index",
     "Method",
@@ -32,7 +33,12 @@ __all__ = [
     "require_at_least",
     "require_member",
     "require_positive",
+    "require_unit_rows",
 ]
+
+
+MAX_UNIT_ROWS = 65_536
+"""Rows of a page or block at most: an index reserves whole ones, and a typing error must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +251,13 @@ def require_at_least(field: str, value: object, least: int) -> None:
         raise ConfigurationError(
             Reason.INVALID_ARGUMENT, f"{field} must be a whole number of at least {least}, got {value!r}"
         )
+
+
+def require_unit_rows(field: str, value: int) -> None:
+    """Errors: `ConfigurationError` naming field and value unless `value` is a number of rows that a unit may have."""
+    require_positive(field, value)
+    if value > MAX_UNIT_ROWS:
+        raise ConfigurationError(Reason.INVALID_ARGUMENT, f"{field} must be at most {MAX_UNIT_ROWS}, got {value!r}")
 
 
 def require_member(field: str, value: object, allowed: Sequence[Enum]) -> None:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvstrata.contract.budget import EstimatedMass, Threshold
+from kvstrata.contract.budget import EstimatedMass, SelectionBudget, Threshold
 from kvstrata.contract.method import AnswerClass, ComputeSite, GroupSharing, MethodContract, Owner, Unit, UpdatePhase
 from kvstrata.errors import ConfigurationError, Reason, RetrievalError, UnsupportedError
 from kvstrata.methods.hash_tables import HashTables, Projectors, ProjectorScope
@@ -106,13 +106,17 @@ class MagicPIG(Method[HashTables]):
         if not isinstance(layers, tuple) or not all(type(layer) is int and layer >= 0 for layer in layers):
             raise _invalid("dense_layers", layers, "a tuple of layer numbers")
 
+    def require_budget(self, budget: SelectionBudget) -> None:
+        """A sample has no ranking that a threshold or a mass could cut."""
+        _require_cap(budget)
+
     def prepare(self, view: ModelView | None, geometry: Geometry) -> Projectors:
         """Where the planes of all sequences are kept once they are drawn."""
         return Projectors()
 
     def build(self, ctx: MethodContext, layer: int, index: HashTables | None) -> HashTables:
         """Hash all rows, around the mean of those that a sample may be drawn from; of all where these are none."""
-        _require_cap(ctx)
+        _require_cap(ctx.budget)
         keys = ctx.keys(layer, 0, ctx.visible)
         first, stop = ctx.region
         middle = keys[:, first:stop] if first < stop else keys
@@ -143,7 +147,7 @@ class MagicPIG(Method[HashTables]):
         Reads the keys of the sampled rows. Errors: `UnsupportedError` for a step of several rows, which do not share a
         sample; `ConfigurationError` for a budget that needs scores; `RetrievalError` when rows are not hashed yet.
         """
-        _require_cap(ctx)
+        _require_cap(ctx.budget)
         if rows.queries.shape[1] != 1:
             raise UnsupportedError(
                 Reason.OPERATION_UNSUPPORTED, f"MagicPIG samples for one row at a time, not for {rows.queries.shape[1]}"
@@ -199,11 +203,11 @@ def _sample(counts: Tensor, ctx: MethodContext, layer: int, position: int) -> tu
     return listed.gather(-1, best), share, bool((sizes > ctx.allowance).any())
 
 
-def _require_cap(ctx: MethodContext) -> None:
-    if isinstance(ctx.budget, Threshold | EstimatedMass):
+def _require_cap(budget: SelectionBudget) -> None:
+    if isinstance(budget, Threshold | EstimatedMass):
         raise ConfigurationError(
             Reason.INVALID_ARGUMENT,
-            f"MagicPIG samples rows without ranking them, so budget={ctx.budget!r} has no meaning for it",
+            f"MagicPIG samples rows without ranking them, so budget={budget!r} has no meaning for it",
             "pass Rows or Fraction, which cap the sample",
         )
 

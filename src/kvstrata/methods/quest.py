@@ -21,7 +21,15 @@ from torch import Tensor
 from kvstrata.contract.method import AnswerClass, GroupSharing, MethodContract, Owner, Unit, UpdatePhase
 from kvstrata.errors import Reason, RetrievalError
 from kvstrata.methods.choosing import Chosen, choose, scores_of, share_scores
-from kvstrata.methods.interface import Index, Method, MethodContext, StepRows, require_at_least, require_member
+from kvstrata.methods.interface import (
+    Index,
+    Method,
+    MethodContext,
+    StepRows,
+    require_at_least,
+    require_member,
+    require_unit_rows,
+)
 from kvstrata.methods.selection import NO_UNIT, Selection
 
 __all__ = ["EVALUATION_LEAST_PAGES", "PageExtrema", "PageRule", "Quest"]
@@ -173,7 +181,7 @@ class Quest(Method[PageExtrema]):
     dense_layers: int = 2
 
     def __post_init__(self) -> None:
-        require_at_least("Quest.page_size", self.page_size, 1)
+        require_unit_rows("Quest.page_size", self.page_size)
         require_at_least("Quest.dense_layers", self.dense_layers, 0)
         # The bound of a sum of queries bounds none of them.
         require_member("Quest.sharing", self.sharing, _SHARINGS)

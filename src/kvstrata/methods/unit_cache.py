@@ -44,7 +44,8 @@ class UnitCache:
 
     def __init__(self, capacity: int, policy: UnitCachePolicy = UnitCachePolicy.SCORE, decay: float = 0.1) -> None:
         require_positive("UnitCache.capacity", capacity)
-        if not 0 <= decay <= 1:
+        given: object = decay
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
             raise ConfigurationError(Reason.INVALID_ARGUMENT, f"UnitCache.decay must be from 0 to 1, got {decay!r}")
         self.capacity = capacity
         self.policy = policy

@@ -35,10 +35,9 @@ class HostRows:
         if arena is None or grant is None or not self.has(record, layer):
             return None
         try:
-            arena.hold(grant, record.key(layer))
+            arena.hold(grant, record.key(layer), self._held)
         except StateError:
             return None
-        self._held.append(grant)
         source = arena.backing.readable(grant.slot)
         if self._verified.get(grant.slot) != grant.generation:
             if xxh3_128_digest(source) != record.host.checksums[layer]:
@@ -53,5 +52,4 @@ class HostRows:
         while self._held:
             if arena is None:
                 raise StateError(Reason.NOT_COMMITTED, "rows of a host tier are held that is not there")
-            arena.let_go(self._held[-1])
-            self._held.pop()
+            arena.let_go(self._held[-1], self._held)

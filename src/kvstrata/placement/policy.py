@@ -85,16 +85,16 @@ class SelectionPolicy:
 
     @property
     def lineage(self) -> str:
-        """What the lineage of every row computed under this policy begins with."""
+        """What all lineages begin with that rows computed under this policy have."""
         return f"policy:{self.digest}"
 
-    def lineage_of(self, unique: str) -> str:
-        """The lineage of the rows of one sequence. unique: nobody else's, in any process.
+    def lineage_of(self, run: str) -> str:
+        """The lineage of rows from the first choice of one history on. run: no other history's, without a slash.
 
-        The same tokens under the same policy are other rows where another part of them was a prompt, which is read
-        exactly: rows of two sequences are never taken for one another.
+        Which rows the steps before left out depends on how these were cut and where the index was built: the same
+        tokens under the same policy make other rows in another history.
         """
-        return f"{self.lineage}:{unique}"
+        return f"{self.lineage}/{run}"
 
     def budget_of(self, layer: int) -> SelectionBudget:
         """The budget of `layer`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +29,7 @@ from kvstrata.placement.method_context import FrameContext
 from kvstrata.placement.on_demand import OnDemand
 from kvstrata.placement.policy import SelectionPolicy
 from kvstrata.placement.row_access import RowAccess
-from kvstrata.placement.selection_log import SelectionLog, count_rows, greatest_estimate
+from kvstrata.placement.selection_log import SelectionLog, count_rows, greatest_estimate, stages_of
 from kvstrata.placement.support_attention import ChosenRows, SupportAttention
 from kvstrata.ports import Clock, ModelView
 from kvstrata.store.history import History
@@ -38,12 +37,16 @@ from kvstrata.store.history import History
 __all__ = ["Selecting"]
 
 
+def _new_run() -> str:
+    return secrets.token_hex(8)
+
+
 class Selecting:
     """Selections of one history. Used by one thread: begin_step, then for every layer in order `ahead`, and `attend`
     or `after_exact`; then end_step, or abort_step.
 
     basis: what `Method.prepare` has made for the model. gates: makes what decides about every selection; without it,
-    each is accepted. shadow: compares answers with dense ones, or `None`.
+    each is accepted. shadow: compares answers with dense ones, or `None`. runs: names that nobody else has.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Selecting:
         basis: object = None,
         view: ModelView | None = None,
         gates: Callable[[RowAccess], StepGate] | None = None,
+        runs: Callable[[], str] = _new_run,
     ) -> None:
         self.policy = policy
         self.geometry = geometry
@@ -73,6 +77,7 @@ class Selecting:
         self._predicted: dict[int, tuple[Selection, float]] = {}
         self._outcomes: list[LayerOutcome | None] = []
         self._gates = gates
+        self._runs = runs
         self._computes_again = False
         self._attach(basis, view)
 
@@ -188,7 +193,7 @@ class Selecting:
             not_ready=count_rows(support.rows, access.chunk_tokens, missing - near.keys()),
             not_resident=access.chunk_tokens * len(missing),
             near_rows=near_rows,
-            times=_stages(times, speculated),
+            times=stages_of(times, speculated),
             estimate=greatest_estimate(selection),
             shadow=shadow,
         )
@@ -226,7 +231,7 @@ class Selecting:
         """The step's receipt. Rows that it computed have another lineage from now on, if it left any out."""
         receipt = self._log.receipt()
         if receipt.chose and self.history.approximate_from is None:
-            self.history.turn_approximate(self.policy.lineage_of(secrets.token_hex(8)))
+            self.history.turn_approximate(self.policy.lineage_of(self._runs()))
         if self._gate is not None:
             self._gate.end_step()
         return receipt
@@ -387,10 +392,3 @@ class Selecting:
             assert isinstance(mass, Tensor)
             self.method.feedback(self.context, layer, index, selection, mass)
         return output.transpose(0, 1).to(rows.queries.dtype)
-
-
-def _stages(times: list[float], speculated: float) -> StageTimes:
-    """From the moments that `Selecting.attend` noted: begin, append, select, fetch, then gather and the end."""
-    append, select, fetch, *rest = (after - before for before, after in itertools.pairwise(times))
-    gather, attend = rest if len(rest) == 2 else (0.0, sum(rest))
-    return StageTimes(append=append, speculate=speculated, select=select, fetch=fetch, gather=gather, attend=attend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -20,7 +21,7 @@ from kvstrata.methods.selection import NO_UNIT, Selection
 from kvstrata.placement.expansion import Support
 from kvstrata.placement.policy import SelectionPolicy
 
-__all__ = ["SelectionLog", "count_rows", "greatest_estimate"]
+__all__ = ["SelectionLog", "count_rows", "greatest_estimate", "stages_of"]
 
 
 class SelectionLog:
@@ -138,3 +139,10 @@ def count_rows(rows: torch.Tensor, chunk_tokens: int, chunks: Iterable[int]) -> 
 def greatest_estimate(selection: Selection) -> float | None:
     """Greatest share of the mass that the method believes to have left out, over query heads."""
     return None if selection.estimate is None else float(selection.estimate.max())
+
+
+def stages_of(times: list[float], speculated: float) -> StageTimes:
+    """From the moments that `Selecting.attend` noted: begin, append, select, fetch, then gather and the end."""
+    append, select, fetch, *rest = (after - before for before, after in itertools.pairwise(times))
+    gather, attend = rest if len(rest) == 2 else (0.0, sum(rest))
+    return StageTimes(append=append, speculate=speculated, select=select, fetch=fetch, gather=gather, attend=attend)

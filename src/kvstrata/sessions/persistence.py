@@ -109,8 +109,8 @@ def restore_session(
 
     token_ids: see `Memory.restore`. Opens and verifies the header of every chunk; full chunks stay in files until a
     step reads them, rows of the open tail are read now. decide: asked whether so many rows are worth reading. lineage:
-    rows of this one, or of one that begins with it, are taken as well as exact ones; of others, the exact rows before
-    them are. Blocks.
+    rows of this one, and of runs under it, are taken as well as exact ones; of others, the exact rows before them are.
+    Blocks.
     Errors: `SessionError` for an unknown name or a damaged manifest, `BudgetError` when the tail does not fit.
     """
     start = clock()
@@ -129,7 +129,7 @@ def restore_session(
             reason = Reason.TOKENS_DIFFER
             detail = f"token {usable}: stored {stored[usable]}, wanted {token_ids[usable] if token_ids else '-'}"
         exact = len(stored) if snapshot.approximate_from is None else snapshot.approximate_from
-        if found != lineage and not found.startswith(f"{lineage}:") and exact < usable:
+        if found.partition("/")[0] != lineage and exact < usable:
             usable, reason = exact, Reason.LINEAGE_MISMATCH
             detail = f"rows from {exact} on were computed over a part of the history ({found})"
         if decide is not None and usable:

@@ -173,19 +173,29 @@ class MemoryArena:
                     return index
             return None
 
-    def hold(self, grant: Grant, owner: Hashable) -> None:
-        """Keep the slot's bytes in place until `let_go`, whatever its owner does. Errors: as `publish`."""
+    def hold(self, grant: Grant, owner: Hashable, loans: list[Grant] | None = None) -> None:
+        """Keep the slot's bytes in place until `let_go`, whatever its owner does. Errors: as `publish`.
+
+        loans: the holder's account, which gets the grant whatever interrupts the call.
+        """
         with self._lock:
             self._check(grant, owner)
-            self._holders[grant.slot] += 1
+            holders, account = self._holders[grant.slot] + 1, [] if loans is None else loans
+            # Signals are not served between these stores.
+            self._holders[grant.slot], account[len(account) :] = holders, (grant,)
 
-    def let_go(self, grant: Grant) -> None:
-        """Acknowledge the end of a `hold`; frees a retired slot with its last holder."""
+    def let_go(self, grant: Grant, loans: list[Grant] | None = None) -> None:
+        """Acknowledge the end of a `hold`; frees a retired slot with its last holder.
+
+        loans: the holder's account, whose last entry is the grant and leaves it.
+        """
         with self._lock:
             slot = grant.slot
             if self._generation[slot] != grant.generation or not self._holders[slot]:
                 raise StateError(Reason.NOT_COMMITTED, f"slot {slot} is not held in generation {grant.generation}")
-            self._holders[slot] -= 1
+            holders, account = self._holders[slot] - 1, [] if loans is None else loans
+            # Signals are not served between these stores.
+            self._holders[slot], account[-1:] = holders, ()
             if self._states[slot] is SlotState.RETIRED and not self._holders[slot]:
                 self._free_slot(slot)
 

@@ -155,7 +155,7 @@ def test_a_late_answer_is_degraded_where_that_is_allowed(model: Any, calibration
         assert recorder.outcomes[1:] == [{LayerOutcome.DEGRADED}] * (STEPS - 1)
         assert counts(request)[Outcome.DECLARED_DEGRADATION] == LAYERS * (STEPS - 1)
         assert all(step.contract is AnswerClass.APPROXIMATE for step in recorder.steps[1:])
-        assert request.history.context.lineage.startswith(f"{request.policy.lineage}:")
+        assert request.history.context.lineage.startswith(f"{request.policy.lineage}/")
         assert torch.equal(logits, wide), "what is degraded is the wider selection, as far as there was one"
 
 

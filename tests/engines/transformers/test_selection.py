@@ -17,6 +17,7 @@ from kvstrata.contract.budget import CapFallback, Fraction, Persistent, Rows, Th
 from kvstrata.contract.method import AnswerClass, ComputeSite, Owner, QueryVariant
 from kvstrata.contract.selection_receipts import LayerOutcome
 from kvstrata.errors import ConfigurationError, Reason, RetrievalError, StateError, UnsupportedError
+from kvstrata.methods.magicpig import MagicPIG
 
 PROMPT = 3 * CHUNK + 7
 STEPS = 12
@@ -269,6 +270,11 @@ def test_beams_and_batches_choose_for_each_sequence(tiny_llama: Callable[..., An
             {"method": FixedChoice(), "budget": Rows(128), "mode": "approximate", "min_history": 0},
             Reason.INVALID_ARGUMENT,
         ),
+        (
+            {"method": FixedChoice(), "budget": Rows(128), "mode": "approximate", "dense_layers": 5},
+            Reason.INVALID_ARGUMENT,
+        ),
+        ({"method": MagicPIG(), "budget": Threshold(3.0, cap=128), "mode": "approximate"}, Reason.INVALID_ARGUMENT),
         ({"budget": "1GiB", "memory_budget": "1GiB"}, Reason.INVALID_ARGUMENT),
     ],
 )
@@ -278,6 +284,14 @@ def test_what_cannot_be_asked_for(
     with pytest.raises(ConfigurationError) as caught:
         attach(tiny_llama(), tmp_path, **kwargs)
     assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize("choice", [{"rows": 3}, {"shadow": 5}, {"site": "gather"}, {"dense_layers": "01"}])
+def test_what_a_request_cannot_change(tiny_llama: Callable[..., Any], tmp_path: Path, choice: dict[str, Any]) -> None:
+    with choosing(tiny_llama(), tmp_path, FixedChoice()) as memory:
+        with pytest.raises(ConfigurationError, match=next(iter(choice))):
+            memory.request(**choice)
+        assert memory.request(dense_layers=[1]).policy.dense_layers == (1,)
 
 
 def test_a_compiled_model_chooses_nothing(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:

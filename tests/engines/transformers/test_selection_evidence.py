@@ -1,4 +1,4 @@
-"""What a method knows of a history is about the rows that are there: none taken back, aborted, or half taken in."""
+"""What a method knows of a history is about the rows that are there, not those taken back or half taken in."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ def test_sessions_come_back_with_their_own_rows(tiny_llama: Callable[..., Any], 
             run(model, request, ids[:-1], length)
             rows = [bytes(memory.arena.backing.readable(g.slot)) for g in request.history.chunks[1].grants]
             memory.save(name, request)
+            request.close()
     with choosing(model, tmp_path) as memory:
         request, receipt = memory.restore("second", ids)
         assert receipt.reason is None

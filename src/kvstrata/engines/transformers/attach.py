@@ -115,7 +115,7 @@ def attach(
         "budget": rows,
         "persistent": persistent,
         "min_history": min_history,
-        "dense_layers": None if dense_layers is None else tuple(dense_layers),
+        "dense_layers": dense_layers,
         "gate": gate,
         "calibration": calibration,
     }

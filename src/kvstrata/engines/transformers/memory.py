@@ -174,6 +174,10 @@ class Memory:
         `SelectionPolicy`, e.g. `budget=Rows(256)`. shadow: holds sampled answers against dense ones.
         """
         promoter = self._attached()
+        if not isinstance(shadow, LiveShadow | None):
+            raise ConfigurationError(
+                Reason.INVALID_ARGUMENT, f"shadow={shadow!r} is no LiveShadow", "pass LiveShadow(every=16), or None"
+            )
         policy = make_policy(self.policy, mode, choice)
         row = self.new_row(policy, shadow)
         plan = (LayerAhead if policy is None else OnDemand)(

@@ -179,6 +179,13 @@ def make_policy(current: SelectionPolicy | None, mode: str | None, changes: dict
     mode: "exact", "approximate", or `None` for approximate where there is a policy. Errors: `ConfigurationError`.
     """
     given = {name: value for name, value in changes.items() if value is not None}
+    fields = [field.name for field in dataclasses.fields(SelectionPolicy)]
+    if unknown := sorted(given.keys() - set(fields)):
+        raise ConfigurationError(
+            Reason.INVALID_ARGUMENT, f"a request takes no {', '.join(unknown)}", f"there are: {', '.join(fields)}"
+        )
+    if isinstance(given.get("dense_layers"), list | range):
+        given["dense_layers"] = tuple(given["dense_layers"])
     if mode not in (None, "exact", "approximate"):
         raise ConfigurationError(Reason.INVALID_ARGUMENT, f"mode={mode!r}", 'pass mode="exact" or mode="approximate"')
     if mode == "exact":
