@@ -52,9 +52,7 @@ def compare(
     each = torch.arange(rows_of_kv.shape[0]) // (rows_of_kv.shape[0] // layer.geometry.kv_heads)
     place = each.unsqueeze(-1), rows_of_kv.clamp_min(0)
     parts = [ChosenRows(layer.k[place], layer.v[place], rows_of_kv != NO_UNIT)]
-    contract = replace(method.contract, name="m")
-    scale = layer.geometry.scale
-    sample = shadow.compare(contract, context, scale, number, step, dense, None, selection, support, output, parts)
+    sample = shadow.compare(method, index, context, number, step, dense, None, selection, support, output, parts)
     return sample, support_mask(support, layer.geometry)
 
 
@@ -123,9 +121,9 @@ def test_what_is_dumped_can_be_measured_again(tmp_path: Path) -> None:
     samples = [compare(shadow, layer, FixedChoice(step=step), number=step)[0] for step in (3, 3, 5)]
     files = sorted((tmp_path / "new" / "folder").iterdir())
     assert [path.name for path in files] == [
-        "000001-m-layer3-position59.json",
-        "000002-m-layer3-position59.json",
-        "000003-m-layer5-position59.json",
+        "000001-fixed-layer3-position59.json",
+        "000002-fixed-layer3-position59.json",
+        "000003-fixed-layer5-position59.json",
     ], "samples of two requests at one position do not replace each other"
     for path, sample in zip(files, samples, strict=True):
         _, measures = read_fixture(path)
@@ -146,7 +144,7 @@ def test_a_step_of_several_rows_is_measured_and_not_dumped(tmp_path: Path) -> No
     step = layer.last_step(4)
     output = torch.zeros(4, layer.geometry.query_heads, layer.geometry.head_dim)
     sample = shadow.compare(
-        FixedChoice().contract, context, 0.5, 0, step, (layer.k, layer.v), None, selection, support, output, []
+        FixedChoice(), index, context, 0, step, (layer.k, layer.v), None, selection, support, output, []
     )
     assert 0 < sample.omitted <= sample.most_omitted <= 1
     assert not (tmp_path / "dump").exists()

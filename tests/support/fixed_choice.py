@@ -68,6 +68,9 @@ class FixedChoice(IndexlessMethod):
         late = (units == NO_UNIT).unsqueeze(-1) | (rows >= index.frontier)
         return rows.masked_fill(late, NO_UNIT).flatten(1)
 
+    def unit_span(self, index: Index) -> tuple[int, int, int]:
+        return -(-index.frontier // self.unit), 0, index.frontier
+
     def _selection(self, ctx: MethodContext, variant: QueryVariant) -> Selection:
         owners = ctx.geometry.owners(self.of)
         # A prediction is made before the step's own row is in the index.

@@ -166,6 +166,10 @@ class InfLLM(Method[InfLLMIndex]):
         """See `Method.rows_of`; up to the recent rows of the latest step's first query."""
         return index.rows_of(units)
 
+    def unit_span(self, index: InfLLMIndex) -> tuple[int, int, int]:
+        """See `Method.unit_span`: the distant rows, those of the unit that is not full yet included."""
+        return -(-max(0, index.stop - index.first) // index.size), index.first, max(index.first, index.stop)
+
     def feedback(self, ctx: MethodContext, layer: int, index: InfLLMIndex, selection: Selection, mass: Tensor) -> None:
         """Lets the unit caches know."""
         units = selection.units.tolist()

@@ -87,6 +87,17 @@ class InfLLMIndex(Index):
         """All tensors, far keys included: they double what the store holds."""
         return super().nbytes + self.keys.nbytes + self.queries.nbytes
 
+    @property
+    def last(self) -> str | None:
+        """The unit caches' account so far, for the receipt; `None` before the first choice."""
+        if not self.caches:
+            return None
+        hits = sum(cache.hits for cache in self.caches)
+        misses = sum(cache.misses for cache in self.caches)
+        evictions = sum(cache.evictions for cache in self.caches)
+        resident = sum(len(cache.resident) for cache in self.caches)
+        return f"unit cache: {hits} hits, {misses} misses, {evictions} evictions, {resident} units worth keeping"
+
     def rows_of(self, units: Tensor) -> Tensor:
         """Positions [owners, n * size] of the members of `units` [owners, n]."""
         within = torch.arange(self.size, device=units.device)

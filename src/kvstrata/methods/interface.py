@@ -236,6 +236,10 @@ class Method(ABC, Generic[IndexT]):
         """
         return units
 
+    def unit_span(self, index: IndexT) -> tuple[int, int, int]:
+        """(units, start, stop): the units [0, units) of `index` hold the rows [start, stop), each of them once."""
+        return index.frontier, 0, index.frontier
+
     def feedback(self, ctx: MethodContext, layer: int, index: IndexT, selection: Selection, mass: Tensor) -> None:
         """After attention: `mass` fp32 [query_heads, units], the weight that the rows of each chosen unit got."""
 

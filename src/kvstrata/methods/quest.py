@@ -233,6 +233,10 @@ class Quest(Method[PageExtrema]):
         rows = rows.masked_fill((units == NO_UNIT).unsqueeze(-1) | (rows >= index.frontier), NO_UNIT)
         return rows.flatten(1)
 
+    def unit_span(self, index: PageExtrema) -> tuple[int, int, int]:
+        """See `Method.unit_span`."""
+        return index.pages, 0, index.frontier
+
     def _choose(self, ctx: MethodContext, index: PageExtrema, candidates: Tensor, offered: Tensor) -> Chosen:
         group, allowance = ctx.geometry.group, ctx.allowance
         scores = share_scores(candidates, self.sharing, group)

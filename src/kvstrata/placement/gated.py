@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from kvstrata.contract.budget import CapFallback, EstimatedMass, SelectionBudget, Threshold
 from kvstrata.contract.selection_receipts import LayerOutcome
 from kvstrata.cost.prepublication import Outcome, Phase
 from kvstrata.errors import Reason, RetrievalError
+from kvstrata.methods.selection import Selection
 from kvstrata.placement.gate import Gate, exact_fetch_ms, exact_recompute_ms
 from kvstrata.placement.method_context import FrameContext
 from kvstrata.placement.row_access import RowAccess
@@ -18,7 +19,7 @@ from kvstrata.ports import RecomputeCost
 from kvstrata.store.history import History
 from kvstrata.store.service_ledger import ServiceLedger
 
-__all__ = ["PostponedError", "RecomputeError", "StepGate"]
+__all__ = ["PostponedError", "RecomputeError", "StepGate", "cap_outcome"]
 
 
 class PostponedError(Exception):
@@ -73,7 +74,7 @@ class StepGate:
         finally:
             self._attempt, self._recomputed, self._deadline = kept
 
-    def decide(self, layer: int, selection: Any, context: FrameContext, phase: Phase) -> LayerOutcome | None:
+    def decide(self, layer: int, selection: Selection, context: FrameContext, phase: Phase) -> LayerOutcome | None:
         """What becomes of the selection; `None` to select again under a wider budget.
 
         Errors: `PostponedError`, `RecomputeError`; `RetrievalError` with NO_LEGAL_PATH when nothing may be published.
@@ -124,3 +125,20 @@ class StepGate:
         if outcome is Outcome.DECLARED_DEGRADATION:
             return LayerOutcome.DEGRADED
         return LayerOutcome.WIDENED if phase is Phase.POST_WIDEN else LayerOutcome.SELECTED
+
+
+def cap_outcome(selection: Selection, budget: SelectionBudget) -> LayerOutcome:
+    """What becomes of a selection that wanted more than the cap of `budget`; SELECTED where it did not.
+
+    Errors: `RetrievalError` with SELECTION_CAPPED where the budget says so.
+    """
+    if not selection.capped or not isinstance(budget, Threshold | EstimatedMass):
+        return LayerOutcome.SELECTED
+    if budget.on_cap is CapFallback.REFUSE:
+        raise RetrievalError(
+            Reason.SELECTION_CAPPED,
+            f"more than the cap of {budget.cap} rows were wanted under {budget}",
+            "pass a higher cap, or on_cap=CapFallback.EXACT or TRUNCATE",
+            field="budget.cap",
+        )
+    return LayerOutcome.CAP if budget.on_cap is CapFallback.EXACT else LayerOutcome.SELECTED

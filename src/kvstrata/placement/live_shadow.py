@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from kvstrata.contract.method import MethodContract
 from kvstrata.contract.selection_receipts import ShadowSample
 from kvstrata.methods.calibrating import CalibrationSample
 from kvstrata.methods.calibration import budget_key
-from kvstrata.methods.interface import StepRows, require_at_least
+from kvstrata.methods.interface import Index, Method, StepRows, require_at_least
 from kvstrata.methods.selection import Selection
 from kvstrata.placement.expansion import Support
+from kvstrata.placement.head_report import report_worst_head
 from kvstrata.placement.method_context import FrameContext
 from kvstrata.placement.selection_log import greatest_estimate
 from kvstrata.placement.shadow import DenseReference
 from kvstrata.placement.shadow_fixture import retrieval_fixture, write_fixture
 from kvstrata.placement.shadow_ledgers import measure_ledgers
 from kvstrata.placement.support_attention import ChosenRows
+from kvstrata.placement.support_report import SupportReport
 
 __all__ = ["LiveShadow"]
 
@@ -32,7 +34,8 @@ class LiveShadow:
     which `read_fixture` computes the measures again; their names begin with the sample's number.
 
     Attributes:
-        samples: for `calibrate`. results: (position, layer, measures), in order.
+        samples: for `calibrate`. results: (position, layer, measures), in order. reports: (position, layer, report) of
+        the query head that left out most, where rows entered as they are; see `report_worst_head`.
     """
 
     def __init__(self, every: int = 16, layers: Sequence[int] | None = None, dump: Path | None = None) -> None:
@@ -42,6 +45,7 @@ class LiveShadow:
         self.dump = dump
         self.samples: list[CalibrationSample] = []
         self.results: list[tuple[int, int, ShadowSample]] = []
+        self.reports: list[tuple[int, int, SupportReport]] = []
 
     def wants(self, layer: int, position: int) -> bool:
         """Whether this layer of the step at `position` is sampled."""
@@ -49,9 +53,9 @@ class LiveShadow:
 
     def compare(
         self,
-        method: MethodContract,
+        method: Method[Any],
+        index: Index,
         context: FrameContext,
-        scale: float,
         layer: int,
         rows: StepRows,
         dense: tuple[Tensor, Tensor],
@@ -60,11 +64,16 @@ class LiveShadow:
         support: Support,
         output: Tensor,
         parts: Sequence[ChosenRows],
+        resident: Collection[int] = (),
     ) -> ShadowSample:
         """Measure one layer. context: of the selection, with the budget that it was made under, widened or not. dense:
         all K, V [kv_heads, visible, head_dim]. output: [rows, query_heads, head_dim]. parts: the rows that entered
-        beside the persistent ones, as they were gathered."""
-        reference = DenseReference.of(rows.queries, *dense, scale, sinks)
+        beside the persistent ones, as they were gathered. resident: rows that the device held before the choice.
+
+        Errors: `RetrievalError` when the index, the selection or its measures contradict each other.
+        """
+        geometry, contract = context.geometry, method.contract
+        reference = DenseReference.of(rows.queries, *dense, geometry.scale, sinks)
         answer = output.transpose(0, 1)
         moved = selection.repositioned is not None and rows.queries.shape[1] > 1
         recent = context.persistent.recent if moved else None
@@ -78,8 +87,11 @@ class LiveShadow:
             means["relative_error"],
             means["dense_norm"],
             means["bound"],
-            measure_ledgers(reference, dense, selection, support, parts, measures, answer, method.answer),
+            measure_ledgers(reference, dense, selection, support, parts, measures, answer, contract.answer),
         )
+        report = report_worst_head(method, index, geometry, rows, dense, selection, support, measures, resident)
+        if report is not None:
+            self.reports.append((rows.start, layer, report))
         estimate = greatest_estimate(selection)
         budget = budget_key(context.budget)
         self.samples.append(CalibrationSample(estimate, min(1.0, max(0.0, sample.most_omitted)), budget, layer))
@@ -90,12 +102,12 @@ class LiveShadow:
                 support,
                 answer,
                 measures,
-                method=method.name,
+                method=contract.name,
                 layer=layer,
                 position=rows.start,
                 candidates=selection.candidates,
             )
             self.dump.mkdir(parents=True, exist_ok=True)
-            name = f"{len(self.results):06d}-{method.name}-layer{layer}-position{rows.start}.json"
+            name = f"{len(self.results):06d}-{contract.name}-layer{layer}-position{rows.start}.json"
             write_fixture(self.dump / name, fixture)
         return sample

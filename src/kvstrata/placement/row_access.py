@@ -105,6 +105,10 @@ class RowAccess:
         chunks = len(self.history.chunks)
         return min((min(self.missing(layer), default=chunks) for layer in self.chosen), default=chunks)
 
+    def rows_outside(self, chunks: Collection[int], visible: int) -> list[int]:
+        """Rows of the `visible` ones that lie in none of `chunks`."""
+        return [row for row in range(visible) if row // self.chunk_tokens not in chunks]
+
     def missing_bytes(self, layer: int) -> dict[str, int]:
         """Bytes by tier that would have to come to the device for all rows of `layer`."""
         nbytes: dict[str, int] = {}

@@ -15,15 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvstrata.contract.budget import CapFallback, EstimatedMass, Threshold
 from kvstrata.contract.selection_receipts import LayerOutcome, SelectionReceipt, StageTimes
 from kvstrata.cost.prepublication import Phase
-from kvstrata.errors import Reason, RetrievalError
 from kvstrata.kernels.block_table import BlockTable
 from kvstrata.methods.interface import Geometry, Index, Method, StepRows
 from kvstrata.methods.selection import Selection
 from kvstrata.placement.expansion import Support, expand
-from kvstrata.placement.gated import StepGate
+from kvstrata.placement.gated import StepGate, cap_outcome
 from kvstrata.placement.live_shadow import LiveShadow
 from kvstrata.placement.method_context import FrameContext
 from kvstrata.placement.on_demand import OnDemand
@@ -179,9 +177,19 @@ class Selecting:
         if output is not None and self.shadow is not None and self.shadow.wants(layer, rows.start):
             access.arrive_all(layer, charged=False)
             dense = self._attention.read(table, 0, support.visible)
-            method, context = self.method.contract, self.context
             shadow = self.shadow.compare(
-                method, context, self.geometry.scale, layer, rows, dense, sinks, selection, support, output, parts
+                self.method,
+                index,
+                self.context,
+                layer,
+                rows,
+                dense,
+                sinks,
+                selection,
+                support,
+                output,
+                parts,
+                access.rows_outside(missing, support.visible),
             )
         self._outcomes[layer] = outcome
         self._log.chosen(
@@ -312,32 +320,17 @@ class Selecting:
                 else:
                     self._indexes[layer] = shorter
 
-    def _capped(self, selection: Selection) -> LayerOutcome:
-        budget = self.context.budget
-        if not selection.capped or not isinstance(budget, Threshold | EstimatedMass):
-            return LayerOutcome.SELECTED
-        if budget.on_cap is CapFallback.EXACT:
-            return LayerOutcome.CAP
-        if budget.on_cap is CapFallback.REFUSE:
-            raise RetrievalError(
-                Reason.SELECTION_CAPPED,
-                f"more than the cap of {budget.cap} rows were wanted under {budget}",
-                "pass a higher cap, or on_cap=CapFallback.EXACT or TRUNCATE",
-                field="budget.cap",
-            )
-        return LayerOutcome.SELECTED
-
     def _decided(
         self, layer: int, index: Index, rows: StepRows, selection: Selection
     ) -> tuple[Selection, LayerOutcome]:
-        outcome = self._capped(selection)
+        outcome = cap_outcome(selection, self.context.budget)
         if outcome.exact or self._gate is None:
             return selection, outcome
         decided = self._gate.decide(layer, selection, self.context, Phase.INITIAL)
         if decided is None:
             self.context.widen(self._gate.gate.config.widen_factor)
             selection = self.method.select(self.context, layer, index, rows)
-            if (outcome := self._capped(selection)).exact:
+            if (outcome := cap_outcome(selection, self.context.budget)).exact:
                 return selection, outcome
             decided = self._gate.decide(layer, selection, self.context, Phase.POST_WIDEN)
         assert decided is not None, "a wider search is not widened again"

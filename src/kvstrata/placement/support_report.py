@@ -1,6 +1,6 @@
 """One owner's selection held against dense attention of one of its query heads: sets, masses, error, bytes.
 
-For measurements of single selections; what live steps cost is measured by the dense shadow.
+Made for the worst head of every step that the dense shadow samples, and by the conformance suite.
 """
 
 from __future__ import annotations
