@@ -59,13 +59,12 @@ class Phase(StrEnum):
 class EstimateSource(StrEnum):
     """Where an estimate of the omitted mass comes from.
 
-    CALIBRATION: the method's own, made conservative by a calibration artefact. VERIFIER: a bound that holds for every
-    row. NONE: there is none; mass 1 and confidence 0. DENSE_REFERENCE: measured by dense attention, which no step that
-    is still to be decided has run; refused.
+    CALIBRATION: the method's own, made conservative by a calibration artefact. NONE: there is none; mass 1 and
+    confidence 0. DENSE_REFERENCE: measured by dense attention, which no step that is still to be decided has run;
+    refused.
     """
 
     CALIBRATION = "calibration"
-    VERIFIER = "verifier"
     NONE = "none"
     DENSE_REFERENCE = "dense_reference"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from kvstrata.contract.selection_receipts import ShadowSample
+from kvstrata.cost.downstream import DownstreamMap, MappedError
 from kvstrata.methods.calibrating import CalibrationSample
 from kvstrata.methods.calibration import budget_key
 from kvstrata.methods.interface import Index, Method, StepRows, require_at_least
@@ -31,14 +32,22 @@ class LiveShadow:
 
     It reads every legal row of such a layer, so sampled steps cost what exact ones cost, and more. The answer stays the
     method's. One shadow may watch several sequences. dump: a folder for the samples of steps of one row as files, from
-    which `read_fixture` computes the measures again; their names begin with the sample's number.
+    which `read_fixture` computes the measures again; their names begin with the sample's number. downstream: from layer
+    and query head to a declared linear map behind that head, e.g. its columns of the output projection.
 
     Attributes:
         samples: for `calibrate`. results: (position, layer, measures), in order. reports: (position, layer, report) of
-        the query head that left out most, where rows entered as they are; see `report_worst_head`.
+        the query head that left out most, where rows entered as they are; see `report_worst_head`. mapped: (position,
+        layer, what becomes of that head's error behind the declared map).
     """
 
-    def __init__(self, every: int = 16, layers: Sequence[int] | None = None, dump: Path | None = None) -> None:
+    def __init__(
+        self,
+        every: int = 16,
+        layers: Sequence[int] | None = None,
+        dump: Path | None = None,
+        downstream: Callable[[int, int], DownstreamMap] | None = None,
+    ) -> None:
         require_at_least("LiveShadow.every", every, 1)
         self.every = every
         self.layers = None if layers is None else frozenset(layers)
@@ -46,6 +55,8 @@ class LiveShadow:
         self.samples: list[CalibrationSample] = []
         self.results: list[tuple[int, int, ShadowSample]] = []
         self.reports: list[tuple[int, int, SupportReport]] = []
+        self.mapped: list[tuple[int, int, MappedError]] = []
+        self._downstream = downstream
 
     def wants(self, layer: int, position: int) -> bool:
         """Whether this layer of the step at `position` is sampled."""
@@ -92,6 +103,10 @@ class LiveShadow:
         report = report_worst_head(method, index, geometry, rows, dense, selection, support, measures, resident)
         if report is not None:
             self.reports.append((rows.start, layer, report))
+        if self._downstream is not None:
+            head = int(measures.omitted[:, -1].argmax())
+            error = (answer[head, -1].double() - reference.output[head, -1]).cpu().numpy()
+            self.mapped.append((rows.start, layer, self._downstream(layer, head).apply(error)))
         estimate = greatest_estimate(selection)
         budget = budget_key(context.budget)
         self.samples.append(CalibrationSample(estimate, min(1.0, max(0.0, sample.most_omitted)), budget, layer))

@@ -14,6 +14,7 @@ from tiny_models import tiny_model
 from kvstrata.contract.budget import Fraction, Persistent
 from kvstrata.contract.error_ledgers import ErrorLedgers
 from kvstrata.contract.method import AnswerClass, GroupSharing
+from kvstrata.cost.downstream import DownstreamMap
 from kvstrata.errors import Reason, RetrievalError
 from kvstrata.methods.exact_top_k import ExactTopK
 from kvstrata.methods.infllm import InfLLM
@@ -127,3 +128,16 @@ def test_the_unit_cache_tells_its_account_in_the_receipt(tmp_path: Path) -> None
     counts = [[int(number) for number in re.findall(r"\d+", detail)] for detail in details]
     assert all(detail.startswith("unit cache: ") for detail in details)
     assert all(hits > 0 and misses >= 4 and resident == 4 for hits, misses, _, resident in counts)
+
+
+def test_an_error_is_followed_through_the_output_projection(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+
+    def columns(layer: int, head: int) -> DownstreamMap:
+        weight = model.model.layers[layer].self_attn.o_proj.weight.detach().double()
+        return DownstreamMap.of(weight[:, 16 * head : 16 * (head + 1)].numpy())
+
+    shadow = LiveShadow(every=1, downstream=columns)
+    watched(Quest(page_size=4), tmp_path, shadow, 0.5, "llama")
+    assert len(shadow.mapped) == len(shadow.results)
+    assert all(0 < found.error <= found.bound for *_, found in shadow.mapped)
