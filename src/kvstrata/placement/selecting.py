@@ -228,7 +228,9 @@ class Selecting:
                     # A method that gives its evidence up has seen nothing.
                     self._observed[layer] = 0 if index is None else rows.stop
                 if outcome is LayerOutcome.BUILDING:
-                    index = self.method.build(self.context, layer, index)
+                    # It may take over what the evidence is in.
+                    with self._changing(layer):
+                        index = self.method.build(self.context, layer, index)
                     index.frontier = rows.stop
                     self._built[layer] = True
                 times = StageTimes(build=self._clock() - start)

@@ -111,11 +111,12 @@ class _Halfway:
     def __init__(self, inner: Callable[..., Any], calls: int) -> None:
         self.inner, self.left = inner, calls
 
-    def __call__(self, *args: Any) -> None:
-        self.inner(*args)
+    def __call__(self, *args: Any) -> Any:
+        result = self.inner(*args)
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt
+        return result
 
 
 def test_an_index_that_half_a_change_reached_is_used_no_more(
@@ -135,6 +136,24 @@ def test_an_index_that_half_a_change_reached_is_used_no_more(
         feed(model, request, new[2:], 1)
         first, second = request.last_step.selections[0].layers
         assert (first.outcome, second.outcome) == (LayerOutcome.SELECTED, LayerOutcome.MISSING)
+
+
+def test_an_index_whose_building_was_interrupted_is_used_no_more(
+    tiny_llama: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building may take over what the evidence is in: after half of it, there is no evidence."""
+    model, ids, new = tiny_llama(), tokens(3, 120), tokens(4, 6)
+    with choosing(model, tmp_path, InfiniGen(dense_layers=0), min_history=121) as memory:
+        request = memory.request()
+        feed(model, request, ids, 120)
+        with monkeypatch.context() as patch:
+            patch.setattr(InfiniGen, "build", _Method(_Halfway(InfiniGen.build, 2)))
+            with pytest.raises(KeyboardInterrupt):
+                feed(model, request, new[:1], 1)
+        assert request.frontier == 120
+        feed(model, request, new, 1)
+        outcomes = [layer.outcome for layer in request.last_step.selections[0].layers]
+        assert outcomes == [LayerOutcome.SELECTED, LayerOutcome.MISSING]
 
 
 class _Method:
